@@ -1,0 +1,1 @@
+"""Built-in subcommands, one small module each; imported as vkit.commands."""

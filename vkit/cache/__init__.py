@@ -1,0 +1,1 @@
+"""Paged cache: block pool, prefix reuse, hybrid groups, tensor store."""

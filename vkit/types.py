@@ -1,0 +1,319 @@
+"""What a request asks for and what it gets back. No torch, no engine, no text.
+
+Field names, defaults and ranges are a contract shared by the command line, the library and every HTTP route.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from vkit.errors import InvalidRequest
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this pick the most likely token."""
+
+MIN_TEMPERATURE = 0.01
+"""Temperatures between greedy and this are raised to it: smaller ones overflow float32 logits."""
+
+MAX_TEMPERATURE = 2.0
+MAX_LOGPROB_TOKEN_IDS = 128
+WHOLE_VOCABULARY = -1
+
+LogitsProcessor = Callable[[Sequence[int], Any], None]
+"""(output_token_ids, logits_row) -> None; edits the float32 row (V,) in place."""
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    REPETITION = "repetition"
+
+
+class OutputKind(StrEnum):
+    """What each output of a request carries."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionDetection:
+    """Stop when the output's tail is a pattern of min..max_pattern_size tokens repeated min_count times."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        _check_int("repetition_detection.min_pattern_size", self.min_pattern_size, 1)
+        _check_int("repetition_detection.max_pattern_size", self.max_pattern_size, self.min_pattern_size)
+        _check_int("repetition_detection.min_count", self.min_count, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """A constraint on the output; exactly one field is set."""
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            name
+            for name in self.__slots__
+            if getattr(self, name) not in (None, False) or (name == "json" and self.json is False)
+        ]
+        if len(given) != 1:
+            kinds = ", ".join(self.__slots__)
+            raise InvalidRequest(
+                f"structured_outputs: expected exactly one of {kinds}; got {given or 'none'}",
+                param="structured_outputs",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Checked on construction.
+
+    Raises:
+        InvalidRequest: a value out of range; `param` names the field.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetection | None = None
+    skip_reading_prefix_cache: bool | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # normalisation happens once, here, before anyone sees the value
+        put(self, "stop", _string_tuple("stop", self.stop))
+        put(self, "bad_words", _string_tuple("bad_words", self.bad_words))
+        put(self, "stop_token_ids", tuple(dict.fromkeys(_id_tuple("stop_token_ids", self.stop_token_ids))))
+        put(self, "logprob_token_ids", _id_tuple("logprob_token_ids", self.logprob_token_ids))
+        put(self, "logits_processors", tuple(self.logits_processors))
+        _check_int("n", self.n, 1, 16384)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, self.n)
+        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_int("top_k", self.top_k, -1)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+            put(self, "seed", None if self.seed == -1 else self.seed)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens: {self.min_tokens} is above max_tokens {self.max_tokens}", param="min_tokens"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, WHOLE_VOCABULARY)
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidRequest(
+                f"logprob_token_ids: {len(self.logprob_token_ids)} ids, at most {MAX_LOGPROB_TOKEN_IDS}",
+                param="logprob_token_ids",
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop: stop strings need detokenize=true", param="stop")
+        if self.logit_bias is not None:
+            put(self, "logit_bias", _clamped_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", _id_tuple("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids: must not be empty", param="allowed_token_ids")
+        if self.thinking_token_budget is not None:
+            _check_int("thinking_token_budget", self.thinking_token_budget, -1)
+        if self.is_greedy:
+            put(self, "top_p", 1.0)
+            put(self, "top_k", 0)
+            put(self, "min_p", 0.0)
+        elif self.temperature < MIN_TEMPERATURE:
+            put(self, "temperature", MIN_TEMPERATURE)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids outside 0..vocab_size-1.
+
+        Raises:
+            InvalidRequest: naming the field and the id.
+        """
+        groups: tuple[tuple[str, Sequence[int]], ...] = (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logprob_token_ids", self.logprob_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logit_bias", tuple(self.logit_bias or ())),
+        )
+        for name, ids in groups:
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidRequest(
+                        f"{name}: token id {token_id} is outside the vocabulary (0..{vocab_size - 1})", param=name
+                    )
+
+    def with_(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields replaced, checked again."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate token at one position. `rank` is 1 for the most likely; `text` is its own text, if decoded."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str | None = None
+
+
+PositionLogprobs = list[Logprob]
+"""The chosen token first, then the most likely ones in falling order."""
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request on the monotonic clock, in seconds; None until the event happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n outputs."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    """What went wrong, when finish_reason is ERROR."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced so far (or since the last output, for OutputKind.DELTA)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name}: expected an integer, got {value!r}", param=name)
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise InvalidRequest(f"{name}: must be {limit}, got {value}", param=name)
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{name}: expected a number, got {value!r}", param=name)
+    # Written so that NaN fails; infinity never passes, since every range below ends at a finite value or is checked here.
+    inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
+    if not inside:
+        bracket = "(" if open_low else "["
+        upper = "finite" if math.isinf(high) else f"{high:g}]"
+        raise InvalidRequest(f"{name}: must be in {bracket}{low:g}, {upper}, got {value}", param=name)
+
+
+def _string_tuple(name: str, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, list | tuple):
+        raise InvalidRequest(f"{name}: expected a string or a list of strings, got {value!r}", param=name)
+    for item in value:
+        if not isinstance(item, str) or not item:
+            raise InvalidRequest(f"{name}: every entry must be a non-empty string, got {item!r}", param=name)
+    return tuple(value)
+
+
+def _id_tuple(name: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise InvalidRequest(f"{name}: expected a list of token ids, got {value!r}", param=name)
+    for item in value:
+        _check_int(name, item, -(2**63), 2**63 - 1)
+    return tuple(value)
+
+
+def _clamped_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
+    clamped: dict[int, float] = {}
+    for key, value in bias.items():
+        try:
+            token_id = int(key)
+        except (TypeError, ValueError):
+            raise InvalidRequest(f"logit_bias: {key!r} is not a token id", param="logit_bias") from None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise InvalidRequest(
+                f"logit_bias: bias of token {token_id} must be a finite number, got {value!r}", param="logit_bias"
+            )
+        clamped[token_id] = min(100.0, max(-100.0, float(value)))
+    return clamped
