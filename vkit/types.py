@@ -273,7 +273,7 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name}: expected a number, got {value!r}", param=name)
-    # Written so that NaN fails; infinity never passes, since every range below ends at a finite value or is checked here.
+    # Written so that NaN fails; infinity is refused even where the range has no upper end.
     inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
     if not inside:
         bracket = "(" if open_low else "["
