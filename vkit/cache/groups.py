@@ -22,7 +22,7 @@ class CacheKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor a layer keeps: per token for FULL and SLIDING (shape without the token axis), per sequence for STATE."""
+    """One tensor a layer keeps: per token (shape without the token axis), or per sequence for STATE."""
 
     name: str
     shape: tuple[int, ...]
