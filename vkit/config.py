@@ -1,0 +1,576 @@
+"""Engine settings: what the user said (`EngineArgs`) and what will be done (`EngineConfig`). No torch.
+
+`EngineArgs` is checked on construction; `EngineArgs.resolve` joins it with what is known of the model and the device
+into one frozen `EngineConfig`. The sizing rules and start-up constraints are pure functions here, so that they can be
+tested without a model. Field names equal the command-line flags.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vkit.errors import OutOfMemoryPreflight, UsageError
+
+DEFAULT_NUM_BLOCKS = 256
+DEFAULT_MEMORY_UTILIZATION = 0.92
+DENSE_TOKEN_BUDGET = 2048
+MOE_TOKEN_BUDGET = 8192
+MOE_SMALL_BATCH_TOKEN_BUDGET = 4096
+SMALL_BATCH_SEQS = 8
+LONG_PREFILL_SHARE = 0.04
+"""Share of `max_model_len` above which a prompt counts as long, unless a threshold is given."""
+
+Device = Literal["cpu", "cuda"]
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SCHEDULING_POLICIES = ("fcfs", "priority", "lpm")
+PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+CPU_PRECISIONS = ("fast", "exact")
+CACHE_KINDS = ("full", "sliding", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroupFacts:
+    """What one group of layers keeps, as far as sizing needs to know."""
+
+    kind: str
+    """"full", "sliding" or "state", as `vkit.cache.groups.CacheKind`."""
+    num_layers: int
+    bytes_per_unit: int
+    """Bytes one layer keeps per token (full, sliding) or per sequence (state)."""
+    window: int | None = None
+
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes one layer needs in one block."""
+        return self.bytes_per_unit if self.kind == "state" else self.bytes_per_unit * block_size
+
+    def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
+        """Most blocks one sequence of `num_tokens` ever holds at a time."""
+        if self.kind == "state":
+            return 1
+        whole = math.ceil(num_tokens / block_size)
+        if self.window is None:
+            return whole
+        # While a chunk runs, its own tokens and the window before its first one are held; both ends may be mid-block.
+        return min(whole, math.ceil((self.window - 1 + token_budget) / block_size) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a checkpoint's header says, as far as settings depend on it. Nothing here needs a weight byte."""
+
+    name: str
+    architecture: str
+    format: str
+    """"safetensors" or "gguf"."""
+    dtype: str
+    """The checkpoint's own dtype; for quantised weights the one to compute in."""
+    max_model_len: int
+    """The model's context limit in tokens."""
+    num_weight_bytes: int
+    cache_groups: tuple[CacheGroupFacts, ...]
+    is_moe: bool = False
+    num_activation_bytes: int = 0
+    """Peak of one step at the token budget; an estimate before loading, a measurement after a profile run."""
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block id: every slab holds the largest page (see docs/architecture.md, memory of the cache)."""
+        if not self.cache_groups:
+            return 0
+        page = max(group.page_bytes(block_size) for group in self.cache_groups)
+        return page * max(group.num_layers for group in self.cache_groups)
+
+    def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
+        """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
+        return sum(group.blocks_for(num_tokens, block_size, token_budget) for group in self.cache_groups)
+
+    @property
+    def is_full_attention_only(self) -> bool:
+        """Whether every layer that keeps anything keeps every token."""
+        return all(group.kind == "full" for group in self.cache_groups)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What the chosen device offers. Memory is measured before the first weight is read."""
+
+    kind: Device
+    total_bytes: int
+    available_bytes: int
+    num_threads: int
+    """Host threads this process may use (affinity and container quota respected)."""
+    dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
+    """Dtypes the device computes in at speed; `--dtype auto` picks among these."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineArgs:
+    """What the user said about the engine; unset values are None or 0 and are decided in `resolve`.
+
+    Raises:
+        UsageError: a value out of range; the message names the flag.
+    """
+
+    model: str
+    """A checkpoint directory, a `.gguf` file, or a hub repository id."""
+    tokenizer: str | None = None
+    """A directory or file to take the tokenizer from instead of the model."""
+    tokenizer_config: str | None = None
+    """A file that replaces the checkpoint's tokenizer_config.json."""
+    chat_template: str | None = None
+    """A template file, or the template itself, that replaces the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub repository."""
+    download_dir: str | None = None
+    """Where hub downloads are kept; None: the hub's own cache folder."""
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 32
+    num_blocks: int | None = None
+    """KV blocks; 0: sized from memory; None: 256, raised to what one sequence of max_model_len needs."""
+    kv_cache_memory: int | None = None
+    """Bytes for the KV cache."""
+    gpu_memory_utilization: float | None = None
+    """Share of the device's memory the engine may use."""
+    max_model_len: int = 0
+    """Context limit in tokens; 0: the model's own."""
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 0
+    """Most tokens one step runs through the model; 0: by architecture."""
+    enable_prefix_caching: bool | None = None
+    """None: on for models made only of full attention."""
+    scheduling_policy: str = "fcfs"
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in one step; 0: no limit of its own."""
+    max_num_partial_prefills: int = 0
+    """Most prompts that may be mid-prefill at a time; 0: no limit."""
+    max_long_partial_prefills: int = 0
+    """Most long prompts that may be mid-prefill at a time; 0: no limit."""
+    prefix_caching_hash_algo: str = "sha256"
+    async_scheduling: bool | None = None
+    """Plan the next step while the device runs this one; None: on for CUDA."""
+    seed: int | None = None
+    """Seed of requests that bring none; None: a fresh one per process."""
+    hf_overrides: Mapping[str, Any] | str | None = None
+    """Keys of config.json to replace; a mapping, or a JSON object as text."""
+    logprobs_mode: str = "raw_logprobs"
+    max_logprobs: int = 20
+    """Most log-probabilities a request may ask for per position; -1: no limit."""
+    deterministic: bool = False
+    """Results never depend on which requests share a batch."""
+    threads: int = 0
+    """CPU threads; 0: as many as this process may use."""
+    cpu_precision: str = "fast"
+    gguf_dequantize: bool = False
+    """Expand GGUF blocks to the compute dtype at load instead of keeping them packed."""
+    no_mmap: bool = False
+    """Read weight files instead of mapping them."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise UsageError(f"--model: expected a directory, a .gguf file or a hub id, got {self.model!r}")
+        for name in ("tokenizer", "tokenizer_config", "chat_template", "revision", "download_dir"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("device", self.device, DEVICES)
+        _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _check_choice("prefix_caching_hash_algo", self.prefix_caching_hash_algo, PREFIX_CACHING_HASH_ALGOS)
+        _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        _check_choice("cpu_precision", self.cpu_precision, CPU_PRECISIONS)
+        _check_int("block_size", self.block_size, 1)
+        _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_int("max_logprobs", self.max_logprobs, -1)
+        for name in (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "long_prefill_token_threshold",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+            "threads",
+        ):
+            _check_int(name, getattr(self, name), 0)
+        if self.num_blocks is not None:
+            _check_int("num_blocks", self.num_blocks, 0)
+        if self.kv_cache_memory is not None:
+            _check_int("kv_cache_memory", self.kv_cache_memory, 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.gpu_memory_utilization is not None:
+            _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
+        for name in ("enable_prefix_caching", "async_scheduling"):
+            if getattr(self, name) is not None:
+                _check_bool(name, getattr(self, name))
+        for name in ("enable_chunked_prefill", "deterministic", "gguf_dequantize", "no_mmap"):
+            _check_bool(name, getattr(self, name))
+        # The frozen value is completed once, here, before anyone sees it.
+        object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        """Refuse values that contradict each other whatever the model is."""
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
+            raise UsageError(
+                f"--max-num-batched-tokens: {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs};"
+                " every running sequence needs one token per step"
+            )
+        if not self.enable_chunked_prefill and 0 < self.max_num_batched_tokens < self.max_model_len:
+            raise UsageError(
+                f"--max-num-batched-tokens: {self.max_num_batched_tokens} is below --max-model-len"
+                f" {self.max_model_len}, which --no-enable-chunked-prefill does not allow"
+            )
+        if 0 < self.max_num_partial_prefills < self.max_long_partial_prefills:
+            raise UsageError(
+                f"--max-long-partial-prefills: {self.max_long_partial_prefills} is above"
+                f" --max-num-partial-prefills {self.max_num_partial_prefills}"
+            )
+        if not self.enable_chunked_prefill:
+            for name in ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills"):
+                if getattr(self, name):
+                    raise UsageError(f"{flag_of(name)}: cuts prompts, so it needs --enable-chunked-prefill")
+        if self.device == "cuda" and self.cpu_precision != "fast":
+            raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect with --device cuda")
+
+    def resolve(self, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
+        """Decide every setting for this model on this device.
+
+        Raises:
+            UsageError: a flag that contradicts the model or the device.
+            OutOfMemoryPreflight: weights and one sequence do not fit; says what is needed and what would fit.
+        """
+        if self.device not in ("auto", device.kind):
+            raise UsageError(f"--device: {self.device} was asked for, but the device found is {device.kind}")
+        if device.kind == "cuda" and self.cpu_precision != "fast":
+            raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect on {device.kind}")
+        if self.gguf_dequantize and model.format != "gguf":
+            raise UsageError(f"--gguf-dequantize: {model.name} is a {model.format} checkpoint, not a GGUF file")
+        notes: list[str] = []
+        max_model_len = checked_max_model_len(self.max_model_len, model)
+        token_budget = resolve_token_budget(self, max_model_len, model.is_moe)
+        pool = size_pool(self, model, device, max_model_len, token_budget)
+        notes.extend(pool.notes)
+        prefix_caching = self.enable_prefix_caching
+        if prefix_caching is None:
+            prefix_caching = model.is_full_attention_only
+        policy = self.scheduling_policy
+        if policy == "lpm" and not prefix_caching:
+            notes.append("--scheduling-policy lpm needs prefix caching, which is off; requests run in arrival order")
+            policy = "fcfs"
+        threshold = self.long_prefill_token_threshold
+        if threshold == 0 and (self.max_num_partial_prefills or self.max_long_partial_prefills):
+            threshold = max(1, int(pool.max_model_len * LONG_PREFILL_SHARE))
+        overrides = self.hf_overrides
+        assert overrides is None or isinstance(overrides, Mapping)
+        return EngineConfig(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            tokenizer_config=self.tokenizer_config,
+            chat_template=self.chat_template,
+            dtype=resolve_dtype(self.dtype, model.dtype, device),
+            device=device.kind,
+            block_size=self.block_size,
+            num_blocks=pool.num_blocks,
+            max_model_len=pool.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=token_budget,
+            enable_prefix_caching=prefix_caching,
+            scheduling_policy=policy,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            long_prefill_token_threshold=threshold,
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            max_long_partial_prefills=self.max_long_partial_prefills,
+            prefix_caching_hash_algo=self.prefix_caching_hash_algo,
+            async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
+            seed=self.seed,
+            hf_overrides=dict(overrides or {}),
+            logprobs_mode=self.logprobs_mode,
+            max_logprobs=self.max_logprobs,
+            deterministic=self.deterministic,
+            threads=self.threads or device.num_threads,
+            cpu_precision=self.cpu_precision,
+            gguf_dequantize=self.gguf_dequantize,
+            no_mmap=self.no_mmap,
+            notes=tuple(notes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Every engine setting, decided. Nobody changes it afterwards."""
+
+    model: str
+    tokenizer: str | None = None
+    tokenizer_config: str | None = None
+    chat_template: str | None = None
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+    device: str
+    """"cpu" or "cuda"."""
+    block_size: int
+    num_blocks: int
+    """Size of the pool, the null block included."""
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    scheduling_policy: str
+    enable_chunked_prefill: bool
+    long_prefill_token_threshold: int
+    max_num_partial_prefills: int
+    max_long_partial_prefills: int
+    prefix_caching_hash_algo: str
+    async_scheduling: bool
+    seed: int | None
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    logprobs_mode: str
+    max_logprobs: int
+    deterministic: bool
+    threads: int
+    cpu_precision: str
+    gguf_dequantize: bool
+    no_mmap: bool
+    notes: tuple[str, ...] = ()
+    """Lines to log once: what was lowered, raised or replaced, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """A decided pool and the context it serves."""
+
+    num_blocks: int
+    max_model_len: int
+    notes: tuple[str, ...] = ()
+
+
+def flag_of(field_name: str) -> str:
+    """The command-line flag of an `EngineArgs` field."""
+    return "--" + field_name.replace("_", "-")
+
+
+def checked_max_model_len(asked: int, model: ModelFacts) -> int:
+    """The context limit asked for, or the model's own for 0.
+
+    Raises:
+        UsageError: above the model's limit.
+    """
+    if asked > model.max_model_len:
+        raise UsageError(
+            f"--max-model-len: {asked} is above the {model.max_model_len} tokens {model.name} was made for",
+            remedy="to go beyond, say so: --hf-overrides '{\"max_position_embeddings\": N}'",
+        )
+    return asked or model.max_model_len
+
+
+def resolve_token_budget(args: EngineArgs, max_model_len: int, is_moe: bool) -> int:
+    """Most tokens one step runs through the model.
+
+    Raises:
+        UsageError: an explicit budget below max_model_len although prompts may not be cut.
+    """
+    if args.max_num_batched_tokens:
+        if not args.enable_chunked_prefill and args.max_num_batched_tokens < max_model_len:
+            raise UsageError(
+                f"--max-num-batched-tokens: {args.max_num_batched_tokens} is below the context of {max_model_len}"
+                " tokens, which --no-enable-chunked-prefill does not allow",
+                remedy=f"lower --max-model-len or raise the budget to {max_model_len}",
+            )
+        return args.max_num_batched_tokens
+    budget = DENSE_TOKEN_BUDGET
+    if is_moe:
+        budget = MOE_SMALL_BATCH_TOKEN_BUDGET if args.max_num_seqs <= SMALL_BATCH_SEQS else MOE_TOKEN_BUDGET
+    if not args.enable_chunked_prefill:
+        budget = max(budget, max_model_len)
+    return max(budget, args.max_num_seqs)
+
+
+def resolve_dtype(asked: str, checkpoint_dtype: str, device: DeviceFacts) -> str:
+    """The compute dtype: the one asked for; for auto the checkpoint's where the device is fast in it, else float32."""
+    if asked != "auto":
+        return asked
+    return checkpoint_dtype if checkpoint_dtype in device.dtypes else "float32"
+
+
+def size_pool(
+    args: EngineArgs, model: ModelFacts, device: DeviceFacts, max_model_len: int, token_budget: int
+) -> PoolSize:
+    """How many KV blocks to make, in the order --num-blocks, --kv-cache-memory, share of memory, 256.
+
+    Raises:
+        UsageError: a byte budget smaller than two blocks, or an explicit pool too small for an explicit length.
+        OutOfMemoryPreflight: the pool does not fit beside the weights.
+    """
+    sizing = _Sizing(args, model, device, max_model_len, token_budget)
+    if args.num_blocks:
+        return sizing.from_explicit(args.num_blocks, f"--num-blocks {args.num_blocks}")
+    if args.kv_cache_memory is not None:
+        return sizing.from_explicit(sizing.blocks_in(args.kv_cache_memory), f"--kv-cache-memory {args.kv_cache_memory}")
+    if args.gpu_memory_utilization is not None or args.num_blocks == 0:
+        return sizing.from_share(args.gpu_memory_utilization or DEFAULT_MEMORY_UTILIZATION)
+    return sizing.from_default()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizing:
+    """One pool-sizing question."""
+
+    args: EngineArgs
+    model: ModelFacts
+    device: DeviceFacts
+    max_model_len: int
+    token_budget: int
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.model.bytes_per_block(self.args.block_size)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes gone before the first KV block."""
+        return self.model.num_weight_bytes + self.model.num_activation_bytes
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Pool size that holds one sequence of `num_tokens`, the null block included."""
+        return 1 + self.model.blocks_for(num_tokens, self.args.block_size, self.token_budget)
+
+    def longest_in(self, num_blocks: int) -> int:
+        """Longest sequence a pool of `num_blocks` holds, up to max_model_len; 0 if none."""
+        low, high = 0, self.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.blocks_for(middle) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def blocks_in(self, num_bytes: int) -> int:
+        """Blocks that a byte budget pays for."""
+        per_block = self.bytes_per_block
+        if per_block == 0:
+            return self.blocks_for(self.max_model_len)
+        num_blocks = num_bytes // per_block
+        if num_blocks < 2:  # one to use beside the null block
+            raise UsageError(
+                f"--kv-cache-memory: {num_bytes} bytes are less than the {2 * per_block} that the two smallest blocks"
+                f" need ({per_block} each)"
+            )
+        return num_blocks
+
+    def from_explicit(self, num_blocks: int, source: str) -> PoolSize:
+        """A pool whose size the user gave; it must fit in what is available now."""
+        if self.used_bytes + num_blocks * self.bytes_per_block > self.device.available_bytes:
+            raise self.does_not_fit(num_blocks)
+        return self.fitted(num_blocks, source)
+
+    def from_share(self, share: float) -> PoolSize:
+        """A pool that fills the given share of the device's memory."""
+        per_block = self.bytes_per_block
+        if per_block == 0:
+            return PoolSize(self.blocks_for(self.max_model_len), self.max_model_len)
+        num_blocks = max(0, self.bytes_under(share)) // per_block
+        if num_blocks < 2:
+            raise self.does_not_fit(self.blocks_for(self.max_model_len), share)
+        return self.fitted(num_blocks, f"{share:g} of the {self.device.kind} memory")
+
+    def from_default(self) -> PoolSize:
+        """256 blocks, or what one sequence of max_model_len needs if that is more and fits."""
+        wanted = max(DEFAULT_NUM_BLOCKS, self.blocks_for(self.max_model_len))
+        per_block = self.bytes_per_block
+        if per_block == 0:
+            return PoolSize(wanted, self.max_model_len)
+        limit = max(0, self.bytes_under(DEFAULT_MEMORY_UTILIZATION)) // per_block
+        if limit < 2:
+            raise self.does_not_fit(wanted, DEFAULT_MEMORY_UTILIZATION)
+        return self.fitted(min(wanted, limit), f"the {self.device.kind} memory")
+
+    def bytes_under(self, share: float) -> int:
+        """Bytes left for KV blocks when the whole machine may be filled up to `share`."""
+        taken_by_others = self.device.total_bytes - self.device.available_bytes
+        return int(self.device.total_bytes * share) - taken_by_others - self.used_bytes
+
+    def fitted(self, num_blocks: int, source: str) -> PoolSize:
+        """The pool, with max_model_len lowered to what it holds when the length was the model's own."""
+        if self.blocks_for(self.max_model_len) <= num_blocks:
+            return PoolSize(num_blocks, self.max_model_len)
+        fits = self.longest_in(num_blocks)
+        if self.args.max_model_len or fits < 2:  # one token of prompt, one of completion
+            raise self.too_small(num_blocks, fits, source)
+        note = (
+            f"context lowered from {self.max_model_len} to {fits} tokens, which is what {source} holds"
+            f" ({num_blocks} KV blocks of {self.args.block_size}); --max-model-len, --num-blocks or"
+            " --kv-cache-memory change it"
+        )
+        return PoolSize(num_blocks, fits, (note,))
+
+    def too_small(self, num_blocks: int, fits: int, source: str) -> OutOfMemoryPreflight:
+        return OutOfMemoryPreflight(
+            f"one sequence of {self.max_model_len} tokens needs {self.blocks_for(self.max_model_len)} KV blocks of"
+            f" {self.args.block_size}; {source} gives {num_blocks}",
+            remedy=f"--max-model-len {fits} would fit" if fits >= 2 else "raise --num-blocks or --kv-cache-memory",
+        )
+
+    def does_not_fit(self, num_blocks: int, share: float = 1.0) -> OutOfMemoryPreflight:
+        """The error that says needed and available per part, and the longest context that would fit."""
+        per_block = self.bytes_per_block
+        left = self.bytes_under(share) if share < 1.0 else self.device.available_bytes - self.used_bytes
+        fits = self.longest_in(max(0, left) // per_block) if per_block else 0
+        remedy = (
+            f"--max-model-len {fits} would fit, with --num-blocks {self.blocks_for(fits)}"
+            if fits >= 2
+            else "free memory, or use a smaller or more strongly quantised model"
+        )
+        return OutOfMemoryPreflight(
+            f"{self.model.name} does not fit in {self.device.kind} memory: weights {_gib(self.model.num_weight_bytes)}"
+            f" + activations {_gib(self.model.num_activation_bytes)} + KV cache {_gib(num_blocks * per_block)}"
+            f" ({num_blocks} blocks) are needed, {_gib(self.device.available_bytes)} of"
+            f" {_gib(self.device.total_bytes)} are available",
+            remedy=remedy,
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{flag_of(name)}: expected one of {', '.join(choices)}; got {value!r}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(f"{flag_of(name)}: expected true or false, got {value!r}")
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{flag_of(name)}: expected an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise UsageError(f"{flag_of(name)}: must be {limit}, got {value}")
+
+
+def _check_share(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise UsageError(f"{flag_of(name)}: must be above 0 and at most 1, got {value!r}")
+
+
+def _json_object(name: str, value: object) -> dict[str, Any] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{flag_of(name)}: not JSON: {error}") from None
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise UsageError(f"{flag_of(name)}: expected a JSON object, got {value!r}")
+    return dict(value)
