@@ -118,17 +118,13 @@ class EngineArgs:
     """
 
     model: str
-    """A checkpoint directory, a `.gguf` file, or a hub repository id."""
+    """A checkpoint directory or a `.gguf` file; `vkit.resolve_model` turns a hub repository id into one."""
     tokenizer: str | None = None
     """A directory or file to take the tokenizer from instead of the model."""
     tokenizer_config: str | None = None
     """A file that replaces the checkpoint's tokenizer_config.json."""
     chat_template: str | None = None
     """A template file, or the template itself, that replaces the model's own."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub repository."""
-    download_dir: str | None = None
-    """Where hub downloads are kept; None: the hub's own cache folder."""
     dtype: str = "auto"
     device: str = "auto"
     block_size: int = 32
@@ -175,8 +171,8 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise UsageError(f"--model: expected a directory, a .gguf file or a hub id, got {self.model!r}")
-        for name in ("tokenizer", "tokenizer_config", "chat_template", "revision", "download_dir"):
+            raise UsageError(f"--model: expected a directory or a .gguf file, got {self.model!r}")
+        for name in ("tokenizer", "tokenizer_config", "chat_template"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
