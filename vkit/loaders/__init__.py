@@ -1,0 +1,1 @@
+"""Checkpoints: one view of model files, whatever their format."""

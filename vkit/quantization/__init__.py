@@ -1,0 +1,18 @@
+"""Packed weights and the linear methods over them, one file per scheme."""
+
+from __future__ import annotations
+
+from vkit.quantization.linear import DenseLinear, GGUFLinear, LinearMethod, StackedLinear, concat, linear_method_for
+from vkit.quantization.tensor import QuantizedTensor, Weight, concat_rows
+
+__all__ = [
+    "DenseLinear",
+    "GGUFLinear",
+    "LinearMethod",
+    "QuantizedTensor",
+    "StackedLinear",
+    "Weight",
+    "concat",
+    "concat_rows",
+    "linear_method_for",
+]

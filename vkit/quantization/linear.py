@@ -1,0 +1,186 @@
+"""How a linear layer multiplies by its weight, dense or packed. Chosen once per layer, at load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from vkit import kernels
+from vkit.quantization.tensor import QuantizedTensor, Weight, concat_rows
+
+_HALF_TYPES = {torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class LinearMethod(Protocol):
+    """y = x Wᵀ + bias for one weight W (out_features, in_features), however W is stored."""
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the weight occupies as stored."""
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLinear:
+    """Multiplies by an ordinary tensor `weight` (out_features, in_features).
+
+    A float16 or bfloat16 weight under activations of another type is widened a few rows at a time, so that it can stay
+    as small as the file has it.
+    """
+
+    weight: torch.Tensor
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the weight occupies."""
+        return self.weight.nbytes
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
+        if x.dtype == self.weight.dtype:
+            return functional.linear(x, self.weight, bias)
+        if self.weight.dtype in _HALF_TYPES and self.weight.is_contiguous():
+            packed = self.weight.view(torch.uint8)
+            return kernels.quantized_linear(x, packed, _HALF_TYPES[self.weight.dtype], bias)
+        return functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GGUFLinear:
+    """Multiplies by a packed weight without keeping a dense copy of it."""
+
+    weight: QuantizedTensor
+
+    def __post_init__(self) -> None:
+        if self.weight.ndim != 2 or self.weight.is_transposed:
+            raise ValueError(
+                f"GGUFLinear: weight {self.weight.shape}, is_transposed={self.weight.is_transposed}; "
+                "expected (out_features, in_features) with blocks along in_features"
+            )
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the packed weight occupies."""
+        return self.weight.nbytes
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
+        weight = self.weight
+        if weight.scale is None:
+            return kernels.quantized_linear(x, weight.data, weight.qtype, bias)
+        y = kernels.quantized_linear(x, weight.data, weight.qtype, None) * weight.scale.to(x.dtype)
+        return y if bias is None else y + bias
+
+
+@dataclass(frozen=True, slots=True)
+class StackedLinear:
+    """Several linear methods over one input, outputs side by side: a fused projection whose parts cannot be joined."""
+
+    parts: tuple[LinearMethod, ...]
+
+    def __post_init__(self) -> None:
+        widths = {part.in_features for part in self.parts}
+        if len(widths) != 1:
+            raise ValueError(f"StackedLinear: parts with in_features {sorted(widths)}, expected one width")
+
+    @property
+    def in_features(self) -> int:
+        """Columns of every part."""
+        return self.parts[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all parts together."""
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts together."""
+        return sum(part.nbytes for part in self.parts)
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
+        sizes = [part.out_features for part in self.parts]
+        biases = [None] * len(sizes) if bias is None else list(bias.split(sizes))
+        return torch.cat([part.apply(x, piece) for part, piece in zip(self.parts, biases, strict=True)], dim=-1)
+
+
+def linear_method_for(weight: Weight) -> LinearMethod:
+    """The method that multiplies by `weight` (out_features, in_features) as it is stored."""
+    if isinstance(weight, QuantizedTensor):
+        return GGUFLinear(weight)
+    if weight.ndim != 2:
+        raise ValueError(f"linear_method_for: weight {tuple(weight.shape)}, expected (out_features, in_features)")
+    return DenseLinear(weight)
+
+
+def concat(weights: Sequence[Weight]) -> LinearMethod:
+    """One method for a fused projection: the rows of all `weights`, in order.
+
+    Neighbours of the same kind are joined into one weight (a copy); where kinds differ (say Q4_K, Q4_K, Q6_K) the
+    result is a `StackedLinear` of the joined runs.
+    """
+    methods = [_join(list(run)) for _, run in groupby(weights, key=_Kind)]
+    return methods[0] if len(methods) == 1 else StackedLinear(tuple(methods))
+
+
+class _Kind:
+    """Equality of weights for grouping: equal when their rows can be joined."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight = weight
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Kind):
+            return NotImplemented
+        one, two = self.weight, other.weight
+        if isinstance(one, QuantizedTensor) and isinstance(two, QuantizedTensor):
+            return one.can_join(two)
+        if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+            return one.dtype == two.dtype and one.device == two.device and one.shape[1:] == two.shape[1:]
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _join(run: list[Weight]) -> LinearMethod:
+    packed = [weight for weight in run if isinstance(weight, QuantizedTensor)]
+    if packed:
+        return linear_method_for(concat_rows(packed))
+    dense = [weight for weight in run if isinstance(weight, torch.Tensor)]
+    return linear_method_for(dense[0] if len(dense) == 1 else torch.cat(dense))
