@@ -1,0 +1,42 @@
+"""Dense products and look-ups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vkit.kernels.dispatch import ops
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + bias. x (..., I), weight (O, I), bias (O,) -> (..., O) in x.dtype.
+
+    The weight may be stored in another floating type; it is then widened on the fly.
+
+    Raises:
+        ValueError: widths that do not fit.
+        TypeError: a weight that is not floating point.
+    """
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"linear: weight {tuple(weight.shape)}, expected (out, {x.shape[-1]})")
+    if not weight.is_floating_point():
+        raise TypeError(f"linear: weight of {weight.dtype}, expected a floating type")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear: bias {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}")
+    out: Tensor = ops(x).linear(x, weight, bias)
+    return out
+
+
+def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The rows of weight (V, C) at ids (T,) -> (T, C) in `dtype` (the weight's own if None).
+
+    Raises:
+        TypeError: ids that are not integers.
+        ValueError: a weight that is not a matrix.
+    """
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"embedding: ids of {ids.dtype}, expected int32 or int64")
+    if weight.ndim != 2:
+        raise ValueError(f"embedding: weight {tuple(weight.shape)}, expected (rows, width)")
+    out: Tensor = ops(weight).embedding(ids, weight, weight.dtype if dtype is None else dtype)
+    return out

@@ -1,0 +1,204 @@
+"""Which implementation of an op runs: chosen once per device type and dtype, then reached by plain attribute access.
+
+A backend is a named set of implementations for some device types. The reference backend (plain torch) knows every op and
+runs everywhere; a native backend registers the ops it has, and the reference takes the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("vkit.kernels")
+
+Op = Callable[..., Any]
+StepFunction = Callable[[Any], Tensor]
+"""One forward pass: a batch in, logits out."""
+
+REFERENCE = "reference"
+
+BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ()}
+"""Per device type, the modules that call `register_backend` when imported, best first."""
+
+
+class OpFinder(Protocol):
+    """How a backend is asked for an implementation."""
+
+    def __call__(self, op: str, dtype: torch.dtype, /) -> Op | None:
+        """The implementation of `op` for activations of `dtype`, or None if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A named set of implementations. Each has the signature of the reference op of the same name."""
+
+    name: str
+    device_type: str
+    """"cpu" or "cuda"."""
+    find: OpFinder
+    unavailable: str | None = None
+    """Why this machine cannot run it, in one clause; None if it can."""
+    wrap_step: Callable[[StepFunction], StepFunction] | None = None
+    """Given the whole forward pass, returns what the runner calls instead: a place to record the ops and replay them."""
+    kv_layout: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """Replaces `default_kv_layout`, same arguments."""
+
+
+class OpTable:
+    """The implementations in use for one device type and dtype: an attribute per op, resolved at first use."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self._device_type = device_type
+        self._dtype = dtype
+
+    def __getattr__(self, op: str) -> Op:
+        # Runs only while the attribute is missing; afterwards the call costs a dictionary look-up.
+        implementation = _resolve(op, self._device_type, self._dtype)
+        setattr(self, op, implementation)
+        return implementation
+
+
+class _Tables(dict[torch.dtype, OpTable]):
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+
+    def __missing__(self, dtype: torch.dtype) -> OpTable:
+        self[dtype] = table = OpTable(self._device_type, dtype)
+        return table
+
+
+_cpu = _Tables("cpu")
+_cuda = _Tables("cuda")
+_backends: dict[str, list[Backend]] = {"cpu": [], "cuda": []}
+_builtin_loaded: set[str] = set()
+_forced: dict[str, str] = {}
+_reported: set[tuple[str, str]] = set()
+
+
+def ops(x: Tensor) -> OpTable:
+    """The implementations for tensors like `x`."""
+    return (_cuda if x.is_cuda else _cpu)[x.dtype]
+
+
+def register_backend(backend: Backend) -> None:
+    """Offer a backend; earlier ones are preferred. A second one of the same name replaces the first."""
+    others = [item for item in _backends[backend.device_type] if item.name != backend.name]
+    _backends[backend.device_type] = [*others, backend]
+    _forget_choices()
+
+
+def backends(device_type: str) -> list[Backend]:
+    """All registered backends of a device type, best first; the reference is not among them."""
+    if device_type not in _builtin_loaded:
+        _builtin_loaded.add(device_type)
+        for module in BUILTIN_BACKENDS[device_type]:
+            importlib.import_module(module)
+    return list(_backends[device_type])
+
+
+def use_backend(device_type: str, name: str | None) -> None:
+    """Take ops from backend `name` alone (then the reference); None returns to the automatic choice.
+
+    Raises:
+        ValueError: no such backend, or this machine cannot run it.
+    """
+    if name is None:
+        _forced.pop(device_type, None)
+    else:
+        known = {backend.name: backend for backend in backends(device_type)}
+        if name != REFERENCE and name not in known:
+            raise ValueError(f"backend {name!r}, expected one of {', '.join([*known, REFERENCE])} for {device_type}")
+        if name != REFERENCE and known[name].unavailable:
+            raise ValueError(f"backend {name!r} cannot run here: {known[name].unavailable}")
+        _forced[device_type] = name
+    _forget_choices()
+
+
+@contextmanager
+def using_backend(device_type: str, name: str) -> Iterator[None]:
+    """`use_backend` for the length of a with block."""
+    before = _forced.get(device_type)
+    use_backend(device_type, name)
+    try:
+        yield
+    finally:
+        use_backend(device_type, before)
+
+
+def usable_backends(device_type: str) -> list[Backend]:
+    """The backends that would be asked for an op, in order."""
+    forced = _forced.get(device_type)
+    return [
+        backend
+        for backend in backends(device_type)
+        if backend.unavailable is None and (forced is None or backend.name == forced)
+    ]
+
+
+def wrap_step(device_type: str, step: StepFunction) -> StepFunction:
+    """`step`, or what the first usable backend wants to run in its place."""
+    for backend in usable_backends(device_type):
+        if backend.wrap_step is not None:
+            return backend.wrap_step(step)
+    return step
+
+
+def kv_layout(
+    pages: Tensor, block_size: int, num_kv_heads: int, head_dims: tuple[int, int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """K and V of one layer as views of `pages` (N, page_bytes) uint8, in the layout the device's kernels want."""
+    for backend in usable_backends(pages.device.type):
+        if backend.kv_layout is not None:
+            return backend.kv_layout(pages, block_size, num_kv_heads, head_dims, dtype)
+    return default_kv_layout(pages, block_size, num_kv_heads, head_dims, dtype)
+
+
+def default_kv_layout(
+    pages: Tensor, block_size: int, num_kv_heads: int, head_dims: tuple[int, int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """K (N, S, K, D) and V (N, S, K, Dv), all keys of a page before its values."""
+    key_dim, value_dim = head_dims
+    values = pages.view(dtype)
+    num_keys = block_size * num_kv_heads * key_dim
+    num_values = block_size * num_kv_heads * value_dim
+    k = values[:, :num_keys].unflatten(1, (block_size, num_kv_heads, key_dim))
+    v = values[:, num_keys : num_keys + num_values].unflatten(1, (block_size, num_kv_heads, value_dim))
+    return k, v
+
+
+def _resolve(op: str, device_type: str, dtype: torch.dtype) -> Op:
+    usable = usable_backends(device_type)
+    for backend in usable:
+        found = backend.find(op, dtype)
+        if found is not None:
+            return found
+    if usable and _forced.get(device_type) != REFERENCE:
+        _report_once(device_type, f"{op}: no {usable[0].name} kernel for {dtype}; plain torch runs it")
+    elif not usable and device_type not in _forced:
+        for backend in backends(device_type):
+            _report_once(device_type, f"{backend.name} kernels are not used: {backend.unavailable}; plain torch runs")
+    reference = importlib.import_module("vkit.kernels.reference")
+    found = getattr(reference, op, None)
+    if found is None:
+        raise AttributeError(f"no op named {op!r}")
+    implementation: Op = found
+    return implementation
+
+
+def _report_once(device_type: str, line: str) -> None:
+    if (device_type, line) not in _reported:
+        _reported.add((device_type, line))
+        logger.warning("%s", line)
+
+
+def _forget_choices() -> None:
+    _cpu.clear()
+    _cuda.clear()

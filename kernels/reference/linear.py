@@ -1,0 +1,24 @@
+"""Dense products and look-ups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_ROWS_AT_A_TIME = 512
+"""Rows of a half-precision weight widened at once, so that a large weight is never held twice."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + bias in x.dtype; a weight of another dtype is widened a few rows at a time."""
+    if weight.dtype == x.dtype:
+        return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    parts = [functional.linear(x, rows.to(x.dtype)) for rows in weight.split(_ROWS_AT_A_TIME)]
+    out = torch.cat(parts, dim=-1)
+    return out if bias is None else out + bias.to(x.dtype)
+
+
+def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight[ids] in `dtype`."""
+    return weight.index_select(0, ids).to(dtype)
