@@ -1,0 +1,236 @@
+"""The tensors of one step, and the builder that keeps block tables between steps.
+
+Work per sequence and step does not grow with its context: only block ids that are new since the last step are copied.
+Knows nothing of models, sampling or text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vkit.cache.groups import CacheGroup, CacheKind
+from vkit.cache.store import TensorStore
+from vkit.kernels import PagedBatch
+from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a forward pass reads: T tokens of B sequences, R rows wanted for logits."""
+
+    token_ids: Tensor
+    """(T,) int64"""
+    positions: Tensor
+    """(T,) int64"""
+    cu_seqlens: Tensor
+    """(B + 1,) int32: sequence b owns tokens cu_seqlens[b] .. cu_seqlens[b + 1] - 1."""
+    seq_lens: Tensor
+    """(B,) int32: tokens in the cache after this step."""
+    rows: Tensor
+    """(B,) int32: each sequence's row in the block tables and in the state tensors, fixed while it runs."""
+    is_fresh: Tensor
+    """(B,) bool: the sequence starts at position 0, so its state rows hold somebody else's past."""
+    logits_rows: Tensor
+    """(R,) int64: tokens whose logits are wanted."""
+    paged: list[PagedBatch | None]
+    """Per cache group; None for a group that keeps one state per sequence."""
+    store: TensorStore
+
+    def kv(self, layer: int) -> tuple[Tensor, Tensor, PagedBatch]:
+        """K cache, V cache and the sequences' places in them, for an attention layer."""
+        k, v, group = self.store.kv[layer]
+        paged = self.paged[group]
+        assert paged is not None
+        return k, v, paged
+
+    def states(self, layer: int) -> dict[str, Tensor]:
+        """The state tensors of a recurrent layer, by name; row `rows[b]` belongs to sequence b."""
+        return self.store.tensors[layer]
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """What the tables hold for one running sequence."""
+
+    index: int
+    sequence: Sequence
+    num_preemptions: int
+    num_known: list[int]
+    """Per group, how many block ids have been copied."""
+    last_known: list[int]
+    """Per group, the last of them."""
+
+
+class _BlockTable:
+    """One group's block table on the host, and its twin on the device."""
+
+    def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
+        self.host = np.zeros((num_rows, num_columns), np.int32)
+        shared = torch.from_numpy(self.host)
+        self.device = shared if device.type == "cpu" else shared.to(device)
+        self._is_shared = device.type == "cpu"
+        self._changes: list[tuple[int, int, int]] = []
+
+    def write(self, row: int, start: int, block_ids: list[int]) -> None:
+        """Put block ids at columns start, start + 1, ... of a row."""
+        self.host[row, start : start + len(block_ids)] = block_ids
+        if not self._is_shared:
+            self._changes.append((row, start, start + len(block_ids)))
+
+    def upload(self) -> None:
+        """Bring the device's twin up to date."""
+        if self._changes:
+            for row, start, stop in self._changes:
+                self.device[row, start:stop] = torch.from_numpy(self.host[row, start:stop])
+            self._changes.clear()
+
+
+class BatchBuilder:
+    """Turns plans into batches. Owns the rows: one per running sequence, given back when it ends or is preempted."""
+
+    def __init__(
+        self,
+        groups: list[CacheGroup],
+        store: TensorStore,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._store = store
+        self._block_size = block_size
+        self._device = device
+        self._is_paged = [group.kind is not CacheKind.STATE for group in groups]
+        num_columns = -(-max_model_len // block_size)
+        self._tables = [_BlockTable(max_num_seqs if paged else 0, num_columns, device) for paged in self._is_paged]
+        self._paged_groups = [index for index, paged in enumerate(self._is_paged) if paged]
+        self._rows: dict[str, _Row] = {}
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    def build(self, plan: Plan) -> Batch:
+        """The tensors of this plan, rows in the order of `plan.scheduled`."""
+        for sequence_id in plan.finished_ids:
+            self._release(sequence_id)
+        rows, token_ids = self._collect(plan.scheduled)
+        starts = np.array([item.start for item in plan.scheduled], np.int64)
+        counts = np.array([item.num_tokens for item in plan.scheduled], np.int64)
+        wanted = np.array([item.num_logits for item in plan.scheduled], np.int64)
+        cu = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=cu[1:])
+        positions = np.arange(cu[-1]) + np.repeat(starts - cu[:-1], counts)
+        return self._batch(np.array(rows, np.int64), token_ids, positions, starts, cu, _last_rows(cu, wanted))
+
+    def _collect(self, scheduled: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
+        """Bring the tables up to date; the row of each sequence and the ids of all tokens."""
+        rows: list[int] = []
+        token_ids: list[int] = []
+        known_rows, paged_groups = self._rows, self._paged_groups
+        for item in scheduled:
+            sequence = item.sequence
+            row = known_rows.get(sequence.id)
+            if row is None or row.sequence is not sequence or row.num_preemptions != sequence.num_preemptions:
+                row = self._claim(sequence)
+            for group in paged_groups:
+                block_ids = sequence.block_ids[group]
+                if len(block_ids) != row.num_known[group] or (block_ids and block_ids[-1] != row.last_known[group]):
+                    self._copy_blocks(row, group, block_ids)
+            rows.append(row.index)
+            if item.num_tokens == 1 and not item.num_drafts:
+                token_ids.append(sequence.token_ids[item.start])
+            else:
+                token_ids.extend(_token_ids(item))
+        return rows, token_ids
+
+    def _copy_blocks(self, row: _Row, group: int, block_ids: list[int]) -> None:
+        known = row.num_known[group]
+        if known > len(block_ids) or (known and block_ids[known - 1] != row.last_known[group]):
+            known = 0  # the list did not only grow
+        self._tables[group].write(row.index, known, block_ids[known:])
+        row.num_known[group] = len(block_ids)
+        row.last_known[group] = block_ids[-1] if block_ids else -1
+
+    def _claim(self, sequence: Sequence) -> _Row:
+        """A row for a sequence that is new, or whose blocks were taken away since."""
+        old = self._rows.pop(sequence.id, None)
+        if old is not None:
+            self._free.append(old.index)
+        if not self._free:
+            self._reclaim()
+        num_groups = len(self._tables)
+        row = _Row(self._free.pop(), sequence, sequence.num_preemptions, [0] * num_groups, [-1] * num_groups)
+        self._rows[sequence.id] = row
+        return row
+
+    def _release(self, sequence_id: str) -> None:
+        row = self._rows.pop(sequence_id, None)
+        if row is not None:
+            self._free.append(row.index)
+
+    def _reclaim(self) -> None:
+        """Take back the rows of sequences that lost their blocks: they begin again when they return."""
+        idle = (SequenceStatus.PREEMPTED, SequenceStatus.FINISHED, SequenceStatus.WAITING)
+        for sequence_id in [name for name, row in self._rows.items() if row.sequence.status in idle]:
+            self._release(sequence_id)
+        if not self._free:
+            raise RuntimeError(f"more running sequences than the {len(self._rows)} rows of max_num_seqs")
+
+    def _batch(
+        self, rows: IntArray, token_ids: list[int], positions: IntArray, starts: IntArray, cu: IntArray, wanted: IntArray
+    ) -> Batch:
+        num_seqs, num_tokens = len(rows), len(positions)
+        counts = cu[1:] - cu[:-1]
+        seq_lens = starts + counts
+        slots = self._slots(np.repeat(rows, counts), positions)
+        wide = self._upload([np.array(token_ids, np.int64), positions, wanted, *slots])
+        narrow = self._upload([cu.astype(np.int32), seq_lens.astype(np.int32), rows.astype(np.int32)])
+        is_fresh = torch.from_numpy(starts == 0)
+        if self._device.type != "cpu":
+            is_fresh = is_fresh.to(self._device, non_blocking=True)
+        assert len(token_ids) == num_tokens
+        host_rows, host_lens, host_cu = rows.tolist(), seq_lens.tolist(), cu.tolist()
+        paged: list[PagedBatch | None] = [None] * len(self._tables)
+        for group, slot_mapping in zip(self._paged_groups, wide[3:], strict=True):
+            table = self._tables[group]
+            table.upload()
+            paged[group] = PagedBatch(
+                table.device, narrow[2], slot_mapping, narrow[1], narrow[0], host_rows, host_lens, host_cu
+            )
+        assert narrow[2].shape[0] == num_seqs
+        return Batch(wide[0], wide[1], narrow[0], narrow[1], narrow[2], is_fresh, wide[2], paged, self._store)
+
+    def _slots(self, rows: IntArray, positions: IntArray) -> list[IntArray]:
+        """Per paged group, the cache slot of every token."""
+        blocks, offsets = np.divmod(positions, self._block_size)
+        return [
+            self._tables[group].host[rows, blocks].astype(np.int64) * self._block_size + offsets
+            for group in self._paged_groups
+        ]
+
+    def _upload(self, arrays: list[NDArray[np.int64]] | list[NDArray[np.int32]]) -> list[Tensor]:
+        """The arrays as tensors on the device, in one copy."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        packed = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(self._device, non_blocking=True)
+        return list(packed.split([len(array) for array in arrays]))
+
+
+def _token_ids(item: ScheduledSequence) -> list[int]:
+    """The ids of a sequence's share: known tokens, then drafts."""
+    sequence = item.sequence
+    stop = item.start + item.num_tokens - item.num_drafts
+    ids = sequence.token_ids[item.start : stop]
+    return ids + sequence.draft_token_ids[: item.num_drafts] if item.num_drafts else ids
+
+
+def _last_rows(cu: IntArray, wanted: IntArray) -> IntArray:
+    """Indices of the last wanted[b] tokens of each sequence, in order."""
+    before = np.cumsum(wanted) - wanted
+    return np.arange(wanted.sum()) + np.repeat(cu[1:] - wanted - before, wanted)

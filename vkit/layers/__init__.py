@@ -1,0 +1,49 @@
+"""Building blocks of models, over `vkit.kernels` alone: modules know shapes and names, kernels know devices."""
+
+from __future__ import annotations
+
+from vkit.layers.attention import Attention, CacheOwner
+from vkit.layers.decoder import (
+    Decoder,
+    DecoderLayer,
+    FeedForward,
+    ParallelLayer,
+    PostNormLayer,
+    PreNormLayer,
+    SandwichLayer,
+    Stream,
+)
+from vkit.layers.embedding import Embedding, LMHead
+from vkit.layers.linear import ACTIVATIONS, Activation, GatedMLP, Linear, MergedLinear, PlainMLP
+from vkit.layers.module import Module, Placement, TensorSlot
+from vkit.layers.norm import LayerNorm, Norm, RMSNorm
+from vkit.layers.rotary import RopeSpec, RotaryEmbedding
+
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "Attention",
+    "CacheOwner",
+    "Decoder",
+    "DecoderLayer",
+    "Embedding",
+    "FeedForward",
+    "GatedMLP",
+    "LMHead",
+    "LayerNorm",
+    "Linear",
+    "MergedLinear",
+    "Module",
+    "Norm",
+    "ParallelLayer",
+    "Placement",
+    "PlainMLP",
+    "PostNormLayer",
+    "PreNormLayer",
+    "RMSNorm",
+    "RopeSpec",
+    "RotaryEmbedding",
+    "SandwichLayer",
+    "Stream",
+    "TensorSlot",
+]

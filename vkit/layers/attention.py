@@ -1,0 +1,122 @@
+"""Self-attention over the paged cache: projections, head norms, rope, cache write, attention, output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vkit import kernels
+from vkit.cache.groups import CacheKind, LayerCacheSpec, TensorSpec
+from vkit.layers.linear import Linear, MergedLinear
+from vkit.layers.module import Module
+from vkit.layers.norm import LayerNorm, Norm, RMSNorm
+from vkit.layers.rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from vkit.batch import Batch
+
+
+class CacheOwner(Module):
+    """A layer that keeps something between steps."""
+
+    layer: int
+    """Index in the model, by which the cache finds its tensors."""
+
+    def cache_spec(self, dtype: torch.dtype) -> LayerCacheSpec:
+        """What it keeps, for activations of `dtype`."""
+        raise NotImplementedError
+
+
+class Attention(CacheOwner):
+    """Grouped-query attention of one layer.
+
+    Unless `qkv_proj` or `o_proj` bring their own, the projections are q_proj, k_proj, v_proj and o_proj; `names` renames
+    attributes for checkpoints that call them otherwise. Head norms see one head at a time, or the whole projection.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        rotary: RotaryEmbedding | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        norms_whole_projection: bool = False,
+        qkv_proj: MergedLinear | Linear | None = None,
+        o_proj: Linear | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.layer = layer
+        self.names = names or {}
+        queries, keys = num_heads * head_dim, num_kv_heads * head_dim
+        self._widths = [queries, keys, keys]
+        self.qkv_proj = qkv_proj or MergedLinear(
+            hidden_size, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, bias=bias
+        )
+        self.o_proj = o_proj or Linear(queries, hidden_size, bias=output_bias)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.rotary = rotary
+        self.window = window
+        self._norms_whole_projection = norms_whole_projection
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._scale = head_dim**-0.5 if scale is None else scale
+        self._soft_cap = soft_cap
+
+    def cache_spec(self, dtype: torch.dtype) -> LayerCacheSpec:
+        """Keys and values of every token, or of those in the window."""
+        shape = (self._num_kv_heads, self._head_dim)
+        name = str(dtype).removeprefix("torch.")
+        tensors = tuple(TensorSpec(key, shape, name, dtype.itemsize) for key in ("k", "v"))
+        kind = CacheKind.FULL if self.window is None else CacheKind.SLIDING
+        return LayerCacheSpec(kind, tensors, self.window)
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (T, H) -> (T, H)."""
+        q, k, v = self.qkv_proj(x).split(self._widths, dim=-1)
+        q, k = self._positioned(q, k, batch)
+        v = v.unflatten(-1, (-1, self._head_dim))
+        k_cache, v_cache, paged = batch.kv(self.layer)
+        kernels.write_kv(k, v, k_cache, v_cache, paged.slot_mapping)
+        out = kernels.paged_attention(q, k_cache, v_cache, paged, self._scale, self.window, self._soft_cap)
+        return self.o_proj(out.flatten(1))
+
+    def _positioned(self, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Queries and keys by head, normed and rotated."""
+        q_norm, k_norm, rotary = self.q_norm, self.k_norm, self.rotary
+        if self._norms_whole_projection and q_norm is not None and k_norm is not None:
+            q, k = q_norm(q), k_norm(k)
+            q_norm = k_norm = None
+        q, k = q.unflatten(-1, (-1, self._head_dim)), k.unflatten(-1, (-1, self._head_dim))
+        if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) and rotary is not None:
+            assert q_norm.weight is not None and k_norm.weight is not None
+            kernels.qk_norm_rope(
+                q,
+                k,
+                q_norm.weight,
+                k_norm.weight,
+                q_norm.eps,
+                q_norm.offset,
+                batch.positions,
+                rotary.cos_sin,
+                rotary.is_interleaved,
+            )
+            return q, k
+        if isinstance(q_norm, RMSNorm | LayerNorm) and isinstance(k_norm, RMSNorm | LayerNorm):
+            q, k = q_norm(q), k_norm(k)
+        if rotary is not None:
+            kernels.rope(q, k, batch.positions, rotary.cos_sin, rotary.is_interleaved)
+        return q, k

@@ -1,0 +1,98 @@
+"""Architecture name -> model class, imported on demand; and building a model from a checkpoint.
+
+Other distributions add architectures through the entry-point group `vkit.models` (name: the architecture; value: the
+class), or by calling `register_model`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+
+from vkit.errors import ModelLoadError
+from vkit.models.base import CausalLM, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
+from vkit.models.hf_config import HFConfig
+from vkit.models.loading import check_tensors, load_weights
+
+ENTRY_POINT_GROUP = "vkit.models"
+
+BUILTIN_MODELS: dict[str, str] = {
+    "GPT2LMHeadModel": "gpt2",
+    "Gemma3ForCausalLM": "gemma3",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Architecture -> module of this package that defines a class of that name."""
+
+_registered: dict[str, ModelClass] = {}
+
+
+def register_model(architecture: str, model_class: ModelClass) -> None:
+    """Serve `architecture` with `model_class`; a registered class wins over a built-in one."""
+    _registered[architecture] = model_class
+
+
+def known_architectures() -> list[str]:
+    """Every architecture that can be built, in alphabetical order."""
+    plugged = (point.name for point in entry_points(group=ENTRY_POINT_GROUP))
+    return sorted({*BUILTIN_MODELS, *_registered, *plugged})
+
+
+def model_class(architecture: str) -> ModelClass:
+    """The class for an architecture.
+
+    Raises:
+        ModelLoadError: nobody knows it; lists what is known.
+    """
+    if architecture in _registered:
+        return _registered[architecture]
+    if architecture in BUILTIN_MODELS:
+        module = importlib.import_module(f"{__name__}.{BUILTIN_MODELS[architecture]}")
+        found: ModelClass = getattr(module, architecture)
+        return found
+    for point in entry_points(group=ENTRY_POINT_GROUP, name=architecture):
+        plugged: ModelClass = point.load()
+        return plugged
+    raise ModelLoadError(
+        f"architecture {architecture!r} is not supported", remedy=f"known: {', '.join(known_architectures())}"
+    )
+
+
+def create_model(checkpoint: ModelCheckpoint, config: ModelConfig) -> CausalLM:
+    """The model without weights: enough for `cache_specs` and for checking the tensor list. Costs no memory.
+
+    Raises:
+        ModelLoadError: unknown architecture, or a configuration it cannot be built from.
+    """
+    return model_class(checkpoint.architecture)(HFConfig(checkpoint.config), config)
+
+
+def build_model(
+    checkpoint: ModelCheckpoint, config: ModelConfig, progress: ProgressCallback | None = None
+) -> CausalLM:
+    """The model with its weights.
+
+    Raises:
+        ModelLoadError: as `create_model`.
+        CheckpointError: tensors missing, misshapen or unknown.
+    """
+    model = create_model(checkpoint, config)
+    load_weights(model, checkpoint, progress)
+    return model
+
+
+__all__ = [
+    "BUILTIN_MODELS",
+    "ENTRY_POINT_GROUP",
+    "CausalLM",
+    "HFConfig",
+    "build_model",
+    "check_tensors",
+    "create_model",
+    "known_architectures",
+    "load_weights",
+    "model_class",
+    "register_model",
+]

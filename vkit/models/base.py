@@ -1,0 +1,116 @@
+"""What every model is, and what it is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vkit import kernels
+from vkit.batch import Batch
+from vkit.cache.groups import LayerCacheSpec
+from vkit.layers import CacheOwner, LMHead, Module
+from vkit.models.hf_config import HFConfig
+from vkit.quantization import Weight
+
+
+class ModelConfig(Protocol):
+    """The part of the engine's configuration that shapes a model."""
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+
+    @property
+    def dtype(self) -> str:
+        """Type of activations, by torch's name."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that can occur."""
+
+
+class TensorInfo(Protocol):
+    """What a checkpoint's header says about a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape as torch has it."""
+
+
+class ModelCheckpoint(Protocol):
+    """The part of a checkpoint that models are built from (see vkit.loaders)."""
+
+    @property
+    def path(self) -> Any:
+        """Where it lies."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Keys of config.json."""
+
+    @property
+    def architecture(self) -> str:
+        """Hugging Face class name."""
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+
+    def tensor_names(self) -> Set[str]:
+        """All tensors."""
+
+    def tensor_info(self, name: str) -> TensorInfo:
+        """Shape of a tensor; no weight byte is read."""
+
+    def load(self, name: str) -> Weight:
+        """A tensor, mapped where possible."""
+
+
+class CausalLM(Module):
+    """A decoder with a head. Subclasses build `model` and `lm_head` in __init__ and may override the rest."""
+
+    ignored_tensors: tuple[str, ...] = ()
+    """Regular expressions of tensor names that published files carry and nobody needs."""
+
+    model: Callable[[Batch], Tensor]
+    lm_head: LMHead
+    num_layers: int
+
+    def __init__(self, config: HFConfig, options: ModelConfig) -> None:
+        self.config = config
+        self.options = options
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self._logits_multiplier = 1.0
+        self._logits_cap: float | None = None
+
+    def stored_name(self, name: str, stored: Set[str]) -> str:
+        """How the checkpoint spells tensor `name`, given the names it has."""
+        return name
+
+    def cache_specs(self) -> list[LayerCacheSpec | None]:
+        """What each layer keeps."""
+        specs: list[LayerCacheSpec | None] = [None] * self.num_layers
+        for _, module in self.walk():
+            if isinstance(module, CacheOwner):
+                specs[module.layer] = module.cache_spec(self.dtype)
+        return specs
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states (T, H) after the final norm."""
+        return self.model(batch)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (R, H) -> logits (R, V) float32."""
+        logits = self.lm_head(hidden).float()
+        if self._logits_multiplier != 1.0:
+            logits = kernels.scale(logits, self._logits_multiplier)
+        return logits if self._logits_cap is None else kernels.soft_cap(logits, self._logits_cap)
+
+
+ModelClass = Callable[[HFConfig, ModelConfig], CausalLM]
+ProgressCallback = Callable[[int, int], None]
+"""(bytes done, bytes in all)"""
+Weights = Mapping[str, Weight]
