@@ -7,10 +7,14 @@ catches up with `num_tokens`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceABC
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any, Protocol, overload
 
-from vkit.types import FinishReason, SamplingParams
+from vkit.types import FinishReason, PositionLogprobs, SamplingParams
 
 
 class SequenceStatus(Enum):
@@ -22,6 +26,28 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     PREEMPTED = auto()
     FINISHED = auto()
+
+
+class Grammar(Protocol):
+    """A constraint on one sequence's output, advanced token by token."""
+
+    def accept_tokens(self, token_ids: SequenceABC[int]) -> bool:
+        """Advance over the tokens; False when one of them is not allowed."""
+
+    def validate_tokens(self, token_ids: SequenceABC[int]) -> list[int]:
+        """The longest prefix that could be accepted; the state does not change."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last accepted tokens."""
+
+    def fill_bitmask(self, row: Any) -> None:
+        """Write the allowed ids into an int32 numpy row of ceil(V / 32) words: bit i of word w is id 32 w + i."""
+
+    def is_terminated(self) -> bool:
+        """Whether nothing but the end may follow."""
+
+    def reset(self) -> None:
+        """Return to the start."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +62,21 @@ class Sequence:
     params: SamplingParams
     arrival_time: float
     priority: int = 0
-    eos_token_ids: frozenset[int] = frozenset()
-    """Ids that end generation unless params.ignore_eos."""
+    eos_token_id: int | None = None
+    """The primary end of sequence; ends generation unless params.ignore_eos."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Further ids that end generation; ending on one reports it as the stop reason."""
     max_total_tokens: int = 0
     """Prompt plus output may not exceed this (max_model_len and max_tokens already applied)."""
     cache_salt: str | None = None
+    seed: int = 0
+    """Key of this sequence's random draws; chosen at admission when the request named none."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """params.bad_words as token ids."""
+    reads_prefix_cache: bool = True
+    grammar: Grammar | None = None
+    pending_grammar: Future[Grammar] | None = None
+    """Compilation in progress; the sequence waits in WAITING_FOR_GRAMMAR until it is done."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -49,11 +85,24 @@ class Sequence:
     """Prompt tokens found in the prefix cache at first admission."""
     num_output_placeholders: int = 0
     """Sampled positions whose token id has not come back yet (asynchronous scheduling)."""
+    num_in_flight: int = 0
+    """Plans that name this sequence and are not committed yet; its blocks outlive them."""
     draft_token_ids: list[int] = field(default_factory=list)
     block_ids: list[list[int]] = field(default_factory=list)
-    """One block table per cache group."""
+    """One block table per cache group; 0 stands for a block that is no longer needed."""
+    num_released_blocks: list[int] = field(default_factory=list)
+    """Per group: leading table entries already given back (sliding windows)."""
+    num_registered_blocks: list[int] = field(default_factory=list)
+    """Per group: leading table entries that need no further look by the prefix cache."""
     block_hashes: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0
+    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)
+    """Filled from the front, one entry per prompt position; the first is None."""
+    repetition_runs: list[int] = field(default_factory=list)
+    """Per pattern size: how many tokens at the tail equal the one a pattern length before."""
+    queued_time: float = 0.0
+    """Arrival or last preemption."""
+    first_scheduled_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -69,9 +118,59 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_tokens_with_drafts(self) -> int:
+        """Tokens the next step may run up to: known ones, drafts and placeholders."""
+        return len(self.token_ids) + len(self.draft_token_ids) + self.num_output_placeholders
+
+    @property
     def is_finished(self) -> bool:
         """Whether the sequence has ended, for whatever reason."""
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether prompt tokens remain to be computed."""
+        return self.num_computed_tokens < self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt positions remain whose log-probabilities were asked for."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+
+class OutputTokens(SequenceABC[int]):
+    """Read-only view of a sequence's output tokens: nothing is copied, whatever the length."""
+
+    __slots__ = ("_start", "_token_ids")
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._token_ids = sequence.token_ids
+        self._start = sequence.num_prompt_tokens
+
+    def __len__(self) -> int:
+        return len(self._token_ids) - self._start
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"output token {index} of {length}")
+        return self._token_ids[self._start + (index if index >= 0 else index + length)]
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(self._start, len(self._token_ids)):
+            yield self._token_ids[i]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SequenceABC) and len(self) == len(other) and all(map(int.__eq__, self, other))
+
+    def __repr__(self) -> str:
+        return repr(list(self))
 
 
 @dataclass(slots=True)
@@ -90,6 +189,15 @@ class ScheduledSequence:
     """The last num_drafts of the tokens are drafts (sequence.draft_token_ids), not yet part of token_ids."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """Before the step runs, the state in block `source` is copied to block `target` (group of kind STATE)."""
+
+    group: int
+    source: int
+    target: int
+
+
 @dataclass(slots=True)
 class Plan:
     """What one step runs, in row order. Logits rows follow the same order."""
@@ -98,8 +206,33 @@ class Plan:
     scheduled: list[ScheduledSequence]
     finished_ids: list[str] = field(default_factory=list)
     """Sequences that ended since the last plan: their state rows may be dropped."""
+    state_copies: list[StateCopy] = field(default_factory=list)
+    """To be done in this order, before anything of the step is written."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens the forward pass runs."""
         return sum(item.num_tokens for item in self.scheduled)
+
+
+@dataclass(slots=True)
+class StepSamples:
+    """What the sampler made of one plan's logits; lists run parallel to `plan.scheduled`."""
+
+    token_ids: list[list[int]]
+    """Accepted tokens per item; empty where the item does not sample."""
+    logprobs: list[list[PositionLogprobs] | None]
+    """One entry per token where log-probabilities were asked for."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Item index -> what went wrong with this row alone."""
+    num_corrupted: int = 0
+    """Rows whose logits held NaN or infinity."""
+
+
+@dataclass(slots=True)
+class SequenceUpdate:
+    """What one step changed for one sequence: new tokens, or its end, or both."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None

@@ -5,8 +5,10 @@ Host only: no torch. The tensor store (store.py) reads these to allocate memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 
 class CacheKind(StrEnum):
@@ -71,3 +73,145 @@ def group_layers(specs: list[LayerCacheSpec | None]) -> list[CacheGroup]:
         if spec is not None:
             members.setdefault((spec.kind, spec.window), []).append(layer)
     return [CacheGroup(i, kind, tuple(layers), window) for i, ((kind, window), layers) in enumerate(members.items())]
+
+
+BlockAt = Callable[[int], int | None]
+"""Index of a full block in a sequence's chain -> the block that holds its content, or None."""
+
+
+class GroupRules(Protocol):
+    """What one kind of group keeps of a sequence, and what it can reuse. Table indices count blocks of tokens."""
+
+    def table_len(self, num_tokens: int) -> int:
+        """Table entries a sequence of this many tokens has."""
+
+    def first_kept(self, num_computed: int) -> int:
+        """Table entries before this one are not needed once `num_computed` tokens are computed."""
+
+    def longest_hit(self, block_at: BlockAt, limit: int) -> int:
+        """The largest number of leading blocks, at most `limit`, after which the sequence can go on."""
+
+    def hit_table(self, block_at: BlockAt, num_blocks: int) -> list[int]:
+        """The table of a sequence that reuses `num_blocks` leading blocks; 0 where none is needed."""
+
+    def max_held(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks held at once while `num_tokens` tokens are computed in steps of at most `max_step_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullRules:
+    """Every block is kept; any present prefix can be reused."""
+
+    block_size: int
+
+    def table_len(self, num_tokens: int) -> int:
+        """One entry per started block."""
+        return -(-num_tokens // self.block_size)
+
+    def first_kept(self, num_computed: int) -> int:
+        """Nothing is given back."""
+        return 0
+
+    def longest_hit(self, block_at: BlockAt, limit: int) -> int:
+        """Up to the first missing block."""
+        for index in range(limit):
+            if block_at(index) is None:
+                return index
+        return limit
+
+    def hit_table(self, block_at: BlockAt, num_blocks: int) -> list[int]:
+        """All of the blocks."""
+        return [_present(block_at(index)) for index in range(num_blocks)]
+
+    def max_held(self, num_tokens: int, max_step_tokens: int) -> int:
+        """All of the blocks."""
+        return self.table_len(num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingRules:
+    """Blocks wholly outside the window are given back; reuse needs the window before the hit point only."""
+
+    block_size: int
+    window: int
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks that hold the window - 1 tokens before a block boundary."""
+        return -(-(self.window - 1) // self.block_size)
+
+    def table_len(self, num_tokens: int) -> int:
+        """One entry per started block, given back or not."""
+        return -(-num_tokens // self.block_size)
+
+    def first_kept(self, num_computed: int) -> int:
+        """The block of the earliest token the next query sees."""
+        return max(0, num_computed - self.window + 1) // self.block_size
+
+    def longest_hit(self, block_at: BlockAt, limit: int) -> int:
+        """The last place that enough present blocks, or the whole beginning, lead up to."""
+        needed = self.window_blocks
+        end, run = limit, 0
+        for index in range(limit - 1, -1, -1):
+            if run >= needed:
+                return end
+            if block_at(index) is None:
+                end, run = index, 0
+            else:
+                run += 1
+        return end
+
+    def hit_table(self, block_at: BlockAt, num_blocks: int) -> list[int]:
+        """The window's blocks, null before them."""
+        first = max(0, num_blocks - self.window_blocks)
+        return [0] * first + [_present(block_at(index)) for index in range(first, num_blocks)]
+
+    def max_held(self, num_tokens: int, max_step_tokens: int) -> int:
+        """The window, one step's tokens, and the parts of blocks at both ends."""
+        spanning = -(-(self.window - 1 + max_step_tokens) // self.block_size) + 1
+        return min(self.table_len(num_tokens), spanning)
+
+
+@dataclass(frozen=True, slots=True)
+class StateRules:
+    """One block holds the current state; a saved state at the hit point is all that reuse needs."""
+
+    block_size: int
+    saves: bool
+    """Whether states at block boundaries are left to the prefix cache, each move taking a second block."""
+
+    def table_len(self, num_tokens: int) -> int:
+        """The current state."""
+        return 1 if num_tokens else 0
+
+    def first_kept(self, num_computed: int) -> int:
+        """The state is overwritten in place, never given back."""
+        return 0
+
+    def longest_hit(self, block_at: BlockAt, limit: int) -> int:
+        """The last boundary with a saved state."""
+        for index in range(limit - 1, -1, -1):
+            if block_at(index) is not None:
+                return index + 1
+        return 0
+
+    def hit_table(self, block_at: BlockAt, num_blocks: int) -> list[int]:
+        """The saved state, to be copied before it is written."""
+        return [_present(block_at(num_blocks - 1))] if num_blocks else []
+
+    def max_held(self, num_tokens: int, max_step_tokens: int) -> int:
+        """The current state, and while it moves on the one it is copied from."""
+        return 2 if self.saves else 1
+
+
+def rules_of(group: CacheGroup, block_size: int, *, caches_prefixes: bool) -> GroupRules:
+    """The rules of a group's kind."""
+    if group.kind is CacheKind.SLIDING:
+        assert group.window is not None, "a sliding group has a window"
+        return SlidingRules(block_size, group.window)
+    return StateRules(block_size, caches_prefixes) if group.kind is CacheKind.STATE else FullRules(block_size)
+
+
+def _present(block: int | None) -> int:
+    assert block is not None, "a hit names present blocks only"
+    return block

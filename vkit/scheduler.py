@@ -1,0 +1,433 @@
+"""Decides which sequences a step runs and how many tokens of each, and books what came back. Host only: no torch.
+
+There is no prefill phase and no decode phase: every pass gives running sequences first, then waiting ones, some tokens
+of one budget, until what is computed catches up with what is known. The scheduler knows tokens and blocks, not text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vkit.cache.manager import KVCacheManager, PrefixHit
+from vkit.policies import make_policy
+from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate, StepSamples
+from vkit.types import FinishReason, PositionLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What one step may hold."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    """Most prompt tokens of one sequence per step; 0 = no such limit."""
+    max_num_partial_prefills: int = 0
+    """Most prompts that may be half computed at a time; 0 = no such limit."""
+    max_long_partial_prefills: int = 0
+    """Most of those that may be long; 0 = no such limit."""
+    full_sequence_must_fit: bool = True
+    """Admit a prompt only if the blocks for all of it are free."""
+    watermark: float = 0.0
+    """Share of the blocks that admission leaves free while others run."""
+
+    @property
+    def long_prompt_tokens(self) -> int:
+        """Tokens above which a prompt counts as long."""
+        return self.long_prefill_token_threshold or max(1, self.max_model_len * 4 // 100)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One scheduling pass under construction."""
+
+    budget: int
+    items: dict[str, ScheduledSequence]
+    num_preempted: int = 0
+
+
+class Scheduler:
+    """Owns every sequence from arrival to end."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        cache: KVCacheManager,
+        *,
+        policy: str = "fcfs",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_dropped_tokens = 0
+        """Tokens that came back for sequences already ended."""
+        self.is_admitting = True
+        """Cleared to let running sequences go on while new ones wait."""
+        self._policy = make_policy(policy, caches_prefixes=cache.caches_prefixes)
+        self._sequences: dict[str, Sequence] = {}
+        self._deferred: dict[str, Sequence] = {}
+        self._ended: list[Sequence] = []
+        self._finished_ids: list[str] = []
+        self._step = 0
+        self._num_reserved = int(limits.watermark * cache.pool.num_usable)
+        self._clock = clock
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences not running yet, or not any more."""
+        return len(self._policy)
+
+    @property
+    def num_deferred(self) -> int:
+        """Waiting sequences that could not start even with room: their grammar is being compiled."""
+        return len(self._deferred)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence has not ended."""
+        return bool(self._sequences)
+
+    def sequences(self) -> list[Sequence]:
+        """Every sequence that has not ended."""
+        return list(self._sequences.values())
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        sequence.queued_time = sequence.arrival_time
+        if sequence.pending_grammar is not None:
+            sequence.status = SequenceStatus.WAITING_FOR_GRAMMAR
+            self._deferred[sequence.id] = sequence
+        self._sequences[sequence.id] = sequence
+        self._policy.add(sequence)
+
+    def abort(self, sequence_id: str) -> bool:
+        """End a sequence in whatever state it is; False when it has ended already or is unknown."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return False
+        self.finish(sequence, FinishReason.ABORT)
+        return True
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """End a sequence now. Its blocks are free at once, or once the last step that names it has run."""
+        if sequence.is_finished:
+            return
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self._policy.remove(sequence)
+            self._deferred.pop(sequence.id, None)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason, sequence.stop_reason, sequence.error = reason, stop_reason, error
+        del self._sequences[sequence.id]
+        self._finished_ids.append(sequence.id)
+        self._release(sequence)
+
+    def take_ended(self) -> list[Sequence]:
+        """Sequences that ended while planning, in an error of their own."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None when no sequence can go on. Counts its tokens as computed from now on."""
+        self.cache.begin_pass()
+        work = _Pass(budget=self.limits.max_num_batched_tokens, items={})
+        self._schedule_running(work)
+        if not work.num_preempted and self.is_admitting:
+            self._admit_waiting(work)
+            if not work.items:
+                self._fail_if_stuck()
+        if not work.items:
+            return None
+        for item in work.items.values():
+            sequence = item.sequence
+            sequence.num_computed_tokens += item.num_tokens
+            sequence.num_in_flight += 1
+            if item.samples:
+                sequence.num_output_placeholders += 1 + item.num_drafts
+        self._step += 1
+        finished_ids, self._finished_ids = self._finished_ids, []
+        return Plan(self._step, list(work.items.values()), finished_ids, self.cache.take_state_copies())
+
+    def drop_finished(self, plan: Plan) -> None:
+        """Take sequences out of a plan not yet run that ended since it was made.
+
+        One stays in if it was about to write blocks that others may already count on.
+        """
+        kept = []
+        for item in plan.scheduled:
+            sequence = item.sequence
+            if sequence.is_finished and not self.cache.has_registered_in_pass(sequence):
+                sequence.num_in_flight -= 1
+                self._release(sequence)
+            else:
+                kept.append(item)
+        plan.scheduled = kept
+
+    def commit(self, plan: Plan, samples: StepSamples) -> list[SequenceUpdate]:
+        """Book a step's tokens; the result names every sequence that got tokens or ended."""
+        updates = []
+        for index, item in enumerate(plan.scheduled):
+            sequence = item.sequence
+            sequence.num_in_flight -= 1
+            token_ids = samples.token_ids[index]
+            if item.samples:
+                sequence.num_output_placeholders -= 1 + item.num_drafts
+            if sequence.status is SequenceStatus.FINISHED:
+                self.num_dropped_tokens += len(token_ids)
+                self._release(sequence)
+                continue
+            if samples.errors and index in samples.errors:
+                self.finish(sequence, FinishReason.ERROR, error=samples.errors[index])
+                updates.append(SequenceUpdate(sequence, []))
+            elif item.samples:
+                if item.num_drafts:
+                    self._settle_drafts(item, len(token_ids))
+                updates.append(self._append(sequence, token_ids, samples.logprobs[index]))
+        return updates
+
+    def _schedule_running(self, work: _Pass) -> None:
+        index = 0
+        while index < len(self.running) and work.budget > 0:
+            sequence = self.running[index]
+            want = self._num_wanted(sequence, work.budget)
+            if want <= 0:
+                index += 1
+                continue
+            while not self.cache.allocate(sequence, want):
+                victim = self._policy.victim(self.running)
+                position = self.running.index(victim)
+                self._preempt(victim, work)
+                if victim is sequence:
+                    return
+                if position < index:
+                    index -= 1
+            self._record(sequence, sequence.num_computed_tokens, want, work)
+            index += 1
+
+    def _num_wanted(self, sequence: Sequence, budget: int) -> int:
+        limits = self.limits
+        placeholders = sequence.num_output_placeholders
+        if placeholders and len(sequence.token_ids) + placeholders >= sequence.max_total_tokens:
+            return 0  # the tokens under way end it
+        computed = sequence.num_computed_tokens
+        want = sequence.num_tokens_with_drafts - computed
+        if want > 1:
+            if limits.long_prefill_token_threshold > 0:
+                want = min(want, limits.long_prefill_token_threshold)
+            want = min(want, budget, limits.max_model_len - 1 - computed)
+            return self._aligned(sequence, computed, want)
+        return min(want, limits.max_model_len - 1 - computed)
+
+    def _aligned(self, sequence: Sequence, computed: int, want: int) -> int:
+        """Where states can be reused, end a chunk at the last block boundary it crosses."""
+        if self.cache.aligns_chunks:
+            boundary = (computed + want) // self.cache.block_size * self.cache.block_size
+            if boundary > computed:
+                return boundary - computed
+        return want
+
+    def _admit_waiting(self, work: _Pass) -> None:
+        if not len(self._policy):
+            return
+        admitted: list[Sequence] = []
+        rejected: list[Sequence] = []
+        num_partial, num_long_partial = self._count_partial()
+        for sequence in self._policy.order(self._hit_length):
+            if work.budget <= 0 or len(self.running) + len(admitted) >= self.limits.max_num_seqs:
+                break
+            if self._is_deferred(sequence):
+                continue
+            if sequence.error is not None or not self.cache.fits_pool(sequence.num_tokens):
+                rejected.append(sequence)
+                continue
+            hit = self.cache.find_hit(sequence)
+            want = self._num_admitted(sequence, hit, work.budget)
+            is_partial = hit.num_tokens + want < sequence.num_tokens
+            is_long = sequence.num_tokens > self.limits.long_prompt_tokens
+            if is_partial and not self._may_be_partial(num_partial, num_long_partial, is_long):
+                break
+            if not self._allocate_first(sequence, hit, want, others_run=bool(self.running or admitted)):
+                break
+            num_partial += is_partial
+            num_long_partial += is_partial and is_long
+            self.cache.count_hit(sequence, hit)
+            if not sequence.num_preemptions:
+                sequence.num_cached_tokens = hit.num_tokens
+            sequence.num_computed_tokens = hit.num_tokens
+            self._record(sequence, hit.num_tokens, want, work)
+            admitted.append(sequence)
+        now = self._clock() if admitted else 0.0
+        for sequence in admitted:
+            self._policy.remove(sequence)
+            self.running.append(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            if sequence.first_scheduled_time is None:
+                sequence.first_scheduled_time = now
+        for sequence in rejected:
+            self._reject(sequence)
+
+    def _num_admitted(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int:
+        want = min(sequence.num_tokens - hit.num_tokens, budget)
+        if self.limits.long_prefill_token_threshold > 0:
+            want = min(want, self.limits.long_prefill_token_threshold)
+        return self._aligned(sequence, hit.num_tokens, want)
+
+    def _may_be_partial(self, num_partial: int, num_long_partial: int, is_long: bool) -> bool:
+        limits = self.limits
+        if not limits.enable_chunked_prefill:
+            return False
+        if limits.max_num_partial_prefills and num_partial >= limits.max_num_partial_prefills:
+            return False
+        return not (is_long and limits.max_long_partial_prefills and num_long_partial >= limits.max_long_partial_prefills)
+
+    def _count_partial(self) -> tuple[int, int]:
+        """Running sequences whose prompt this step leaves half computed, and how many of them are long."""
+        if not self.limits.max_num_partial_prefills and not self.limits.max_long_partial_prefills:
+            return 0, 0
+        partial = [sequence for sequence in self.running if sequence.is_prefilling]
+        return len(partial), sum(1 for item in partial if item.num_tokens > self.limits.long_prompt_tokens)
+
+    def _allocate_first(self, sequence: Sequence, hit: PrefixHit, want: int, *, others_run: bool) -> bool:
+        reserved = self._num_reserved if others_run else 0
+        if self.limits.full_sequence_must_fit and not self.cache.can_hold_all(sequence, hit, reserved):
+            return False
+        return self.cache.allocate(sequence, want, hit, num_reserved=reserved)
+
+    def _hit_length(self, sequence: Sequence) -> int:
+        return self.cache.find_hit(sequence).num_tokens
+
+    def _is_deferred(self, sequence: Sequence) -> bool:
+        if sequence.status is SequenceStatus.WAITING_FOR_GRAMMAR:
+            pending = sequence.pending_grammar
+            assert pending is not None, "a sequence that waits for its grammar has one pending"
+            if not pending.done():
+                return True
+            failure = pending.exception()
+            if failure is None:
+                sequence.grammar = pending.result()
+            else:
+                sequence.error = f"structured output: {failure}"
+            sequence.pending_grammar = None
+            sequence.status = SequenceStatus.WAITING
+            del self._deferred[sequence.id]
+        # A token preempted in flight has yet to come back.
+        return sequence.num_output_placeholders > 0
+
+    def _reject(self, sequence: Sequence) -> None:
+        error = sequence.error or (
+            f"{sequence.num_tokens} tokens need {self.cache.num_blocks_to_hold(sequence.num_tokens)} cache blocks, "
+            f"the pool has {self.cache.pool.num_usable}"
+        )
+        self.finish(sequence, FinishReason.ERROR, error=error)
+        self._ended.append(sequence)
+
+    def _fail_if_stuck(self) -> None:
+        """End the first waiting sequence when nothing runs and it still cannot: waiting longer would change nothing."""
+        if self.running or self.cache.pool.num_free < self.cache.pool.num_usable:
+            return
+        for sequence in self._policy.order(self._hit_length):
+            if not self._is_deferred(sequence):
+                sequence.error = f"{sequence.num_tokens} tokens cannot be scheduled within the limits of one step"
+                self._reject(sequence)
+                return
+
+    def _record(self, sequence: Sequence, start: int, want: int, work: _Pass) -> None:
+        end = start + want
+        known = len(sequence.token_ids) + sequence.num_output_placeholders
+        samples = end >= known
+        num_drafts = max(0, end - known)
+        num_logits = 1 + num_drafts if samples else 0
+        if sequence.wants_prompt_logprobs:
+            first_row = max(start, len(sequence.prompt_logprobs) - 1)
+            num_logits = max(num_logits, end - first_row)
+        work.items[sequence.id] = ScheduledSequence(sequence, start, want, num_logits, samples, num_drafts)
+        work.budget -= want
+
+    def _preempt(self, victim: Sequence, work: _Pass) -> None:
+        """Give up the victim's blocks; it computes everything again when it is its turn."""
+        item = work.items.pop(victim.id, None)
+        if item is not None:
+            work.budget += item.num_tokens
+        self.cache.take_back_registrations(victim)
+        self.cache.free(victim)
+        self.running.remove(victim)
+        victim.status = SequenceStatus.PREEMPTED
+        victim.num_computed_tokens = 0
+        victim.draft_token_ids.clear()
+        victim.num_preemptions += 1
+        victim.queued_time = self._clock()
+        self._policy.add_preempted(victim)
+        self.num_preemptions += 1
+        work.num_preempted += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.num_in_flight == 0:
+            self.cache.free(sequence)
+
+    @staticmethod
+    def _settle_drafts(item: ScheduledSequence, num_accepted: int) -> None:
+        sequence = item.sequence
+        sequence.draft_token_ids.clear()
+        if sequence.status is SequenceStatus.RUNNING:
+            sequence.num_computed_tokens -= item.num_drafts + 1 - num_accepted
+
+    def _append(
+        self, sequence: Sequence, token_ids: list[int], logprobs: list[PositionLogprobs] | None
+    ) -> SequenceUpdate:
+        """Append tokens one at a time up to the first that ends the sequence."""
+        for count, token_id in enumerate(token_ids, 1):
+            sequence.token_ids.append(token_id)
+            if self._ends(sequence, token_id):
+                return SequenceUpdate(sequence, token_ids[:count], logprobs[:count] if logprobs else logprobs)
+        return SequenceUpdate(sequence, token_ids, logprobs)
+
+    def _ends(self, sequence: Sequence, token_id: int) -> bool:
+        """Whether the token just appended ends its sequence, which is then finished."""
+        params = sequence.params
+        num_tokens = len(sequence.token_ids)
+        may_stop = num_tokens - sequence.num_prompt_tokens >= params.min_tokens
+        if may_stop and token_id == sequence.eos_token_id and not params.ignore_eos:
+            self.finish(sequence, FinishReason.STOP)
+        elif may_stop and token_id in sequence.stop_token_ids:
+            self.finish(sequence, FinishReason.STOP, stop_reason=token_id)
+        elif sequence.grammar is not None and not sequence.grammar.accept_tokens([token_id]):
+            self.finish(sequence, FinishReason.ERROR, error=f"the grammar refused token {token_id}")
+        elif num_tokens >= sequence.max_total_tokens:
+            self.finish(sequence, FinishReason.LENGTH)
+        elif params.repetition_detection is not None and _repeats(sequence) and may_stop:
+            self.finish(sequence, FinishReason.REPETITION, stop_reason="repetition_detected")
+        else:
+            return False
+        return True
+
+
+def _repeats(sequence: Sequence) -> bool:
+    """Whether the output's tail is a pattern repeated often enough. Costs one comparison per pattern size."""
+    rule = sequence.params.repetition_detection
+    assert rule is not None
+    runs = sequence.repetition_runs
+    if not runs:
+        runs.extend([0] * (rule.max_pattern_size - rule.min_pattern_size + 1))
+    token_ids = sequence.token_ids
+    num_output = sequence.num_output_tokens
+    found = False
+    for index in range(len(runs)):
+        size = rule.min_pattern_size + index
+        same = num_output > size and token_ids[-1] == token_ids[-1 - size]
+        runs[index] = runs[index] + 1 if same else 0
+        found = found or runs[index] >= size * (rule.min_count - 1)
+    return found
