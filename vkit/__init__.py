@@ -5,4 +5,102 @@ Public names are resolved on first use, so `import vkit` costs no torch import.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vkit.config import EngineArgs, EngineConfig
+    from vkit.default_model import resolve_model
+    from vkit.errors import (
+        CheckpointError,
+        EngineDeadError,
+        ExitStatus,
+        InvalidRequest,
+        MissingExtra,
+        ModelLoadError,
+        OutOfMemoryPreflight,
+        RequestFailed,
+        UsageError,
+        VkitError,
+    )
+    from vkit.types import (
+        CompletionOutput,
+        FinishReason,
+        Logprob,
+        OutputKind,
+        RepetitionDetection,
+        RequestMetrics,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputs,
+    )
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "CompletionOutput",
+    "EngineArgs",
+    "EngineConfig",
+    "EngineDeadError",
+    "ExitStatus",
+    "FinishReason",
+    "InvalidRequest",
+    "Logprob",
+    "MissingExtra",
+    "ModelLoadError",
+    "OutOfMemoryPreflight",
+    "OutputKind",
+    "RepetitionDetection",
+    "RequestFailed",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "UsageError",
+    "VkitError",
+    "resolve_model",
+]
+
+_HOMES = {
+    "vkit.config": ("EngineArgs", "EngineConfig"),
+    "vkit.default_model": ("resolve_model",),
+    "vkit.errors": (
+        "CheckpointError",
+        "EngineDeadError",
+        "ExitStatus",
+        "InvalidRequest",
+        "MissingExtra",
+        "ModelLoadError",
+        "OutOfMemoryPreflight",
+        "RequestFailed",
+        "UsageError",
+        "VkitError",
+    ),
+    "vkit.types": (
+        "CompletionOutput",
+        "FinishReason",
+        "Logprob",
+        "OutputKind",
+        "RepetitionDetection",
+        "RequestMetrics",
+        "RequestOutput",
+        "SamplingParams",
+        "StructuredOutputs",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module a public name lives in, on first use."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

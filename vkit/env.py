@@ -1,0 +1,99 @@
+"""The VKIT_* environment: every variable that is not a flag, declared, parsed and documented once.
+
+Every command-line flag can also be set as `VKIT_<FLAG>`; `flag_variable` gives that name and `vkit.command` reads it.
+The variables declared here have no flag. A malformed value stops the program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from vkit.errors import UsageError
+
+PREFIX = "VKIT_"
+TRUE_WORDS = ("1", "true")
+FALSE_WORDS = ("0", "false")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable(Generic[T]):
+    """One environment variable. `parse` raises ValueError saying what was expected."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    summary: str
+
+    def read(self, environ: Mapping[str, str] = os.environ) -> T:
+        """The parsed value, or the default when the variable is not set.
+
+        Raises:
+            UsageError: a value that cannot be parsed; the message names the variable.
+        """
+        text = environ.get(self.name)
+        if text is None:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise UsageError(f"{self.name}: {error}, got {text!r}") from None
+
+
+def parse_bool(text: str) -> bool:
+    """True for 1 or true, False for 0 or false, in any case.
+
+    Raises:
+        ValueError: anything else.
+    """
+    word = text.strip().lower()
+    if word in TRUE_WORDS:
+        return True
+    if word in FALSE_WORDS:
+        return False
+    raise ValueError("expected 1, 0, true or false")
+
+
+def parse_distributions(text: str) -> tuple[str, ...]:
+    """Distribution names from a comma-separated list, normalised; empty text gives none.
+
+    Raises:
+        ValueError: an entry that no distribution can be called.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", name):
+            raise ValueError("expected distribution names separated by commas")
+    return tuple(normalised(name) for name in names)
+
+
+def normalised(distribution: str) -> str:
+    """A distribution's name as comparisons need it. Source: PEP 503."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def flag_variable(flag: str) -> str:
+    """The environment variable that sets a flag: `--max-tokens` gives `VKIT_MAX_TOKENS`."""
+    return PREFIX + flag.lstrip("-").replace("-", "_").upper()
+
+
+PLUGINS: Variable[tuple[str, ...] | None] = Variable(
+    "VKIT_PLUGINS",
+    parse_distributions,
+    None,
+    "Distributions whose plug-ins load, separated by commas; empty: none but the built-in ones. Not set: all.",
+)
+TRACEBACK: Variable[bool] = Variable(
+    "VKIT_TRACEBACK",
+    parse_bool,
+    False,
+    "1 prints the whole traceback of an error, for bug reports.",
+)
+
+VARIABLES: tuple[Variable[Any], ...] = (PLUGINS, TRACEBACK)
+"""Every variable without a flag, in the order the manual lists them."""
