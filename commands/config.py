@@ -16,11 +16,14 @@ from vkit.errors import UsageError
 app = typer.Typer()
 
 
-@app.command("config", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command("config", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def config(
     ctx: typer.Context,
     command: Annotated[str, typer.Argument(metavar="COMMAND", help="The command to ask about.")] = "complete",
     json: _options.JsonFlag = False,
+    config_file: Annotated[
+        str | None, typer.Option("--config", metavar="FILE", help="The configuration file COMMAND would get.")
+    ] = None,
 ) -> None:
     """Show settings and where each came from.
 
@@ -35,7 +38,8 @@ def config(
         raise UsageError(f"COMMAND: no such command: {command}")
     if not isinstance(target, Command):
         raise UsageError(f"COMMAND: {command} is a group of commands, which has no settings of its own")
-    settings = _settings(target, target.make_context(command, list(ctx.args), parent=root_ctx))
+    args = [*(("--config", config_file) if config_file else ()), *ctx.args]
+    settings = _settings(target, target.make_context(command, args, parent=root_ctx))
     variables = [
         {"name": variable.name, "value": _plain(variable.read()), "source": _variable_source(variable)}
         for variable in env.VARIABLES

@@ -64,7 +64,7 @@ class Command(TyperCommand):
         Raises:
             UsageError: a malformed variable or file, an unknown key, or two contradicting spellings of one flag.
         """
-        on_line = list(occurrences(self.get_params(ctx), args))
+        on_line = list(occurrences(self.get_params(ctx), args, stop_at_argument=not ctx.allow_interspersed_args))
         asks_for_help = any(given.spelling in ctx.help_option_names for given in on_line)
         if ctx.resilient_parsing or asks_for_help:  # which no malformed variable may prevent
             return super().parse_args(ctx, args)
@@ -188,7 +188,9 @@ class Occurrence:
     """The text after it; None for a flag, and where the value is missing."""
 
 
-def occurrences(params: Sequence[object], args: Sequence[str]) -> Iterator[Occurrence]:
+def occurrences(
+    params: Sequence[object], args: Sequence[str], *, stop_at_argument: bool = False
+) -> Iterator[Occurrence]:
     """Every option in `args`, in order. Values are not taken for options; `--` ends the search."""
     spellings = {
         spelling: param
@@ -203,6 +205,8 @@ def occurrences(params: Sequence[object], args: Sequence[str]) -> Iterator[Occur
         spelling, is_joined, joined = token.partition("=")
         param = spellings.get(spelling)
         if param is None:
+            if stop_at_argument and not token.startswith("-"):
+                return
             continue
         if is_joined:
             yield Occurrence(param, spelling, joined)

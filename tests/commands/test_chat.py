@@ -80,7 +80,10 @@ class Terminal:
             *("chat", "--model", str(model)),
             settings=f"delay_s=0.05;answer={answer}",
             env={"TERM": "xterm", "NO_COLOR": "1"},
-            stdin=child, stdout=child, stderr=child, start_new_session=True,
+            stdin=child,
+            stdout=child,
+            stderr=child,
+            start_new_session=True,
         )
         os.close(child)
         self.seen = ""
