@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from vkit.commands import _options, _render
 from vkit.commands._session import open_model
-
 from vkit.errors import RequestFailed, UsageError, VkitError
 from vkit.types import FinishReason, SamplingParams
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from vkit.commands import _options, _render
 from vkit.commands._session import open_model
-
 from vkit.errors import RequestFailed, UsageError
 from vkit.types import FinishReason, PositionLogprobs, RequestOutput, SamplingParams
 

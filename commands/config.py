@@ -6,11 +6,11 @@ import os
 from typing import Annotated, Any
 
 import typer
-from vkit.commands import _options, _render
 
 from vkit import env
 from vkit.cli import RootGroup, warn
 from vkit.command import CONFIG_NAME, Command, Source
+from vkit.commands import _options, _render
 from vkit.errors import UsageError
 
 app = typer.Typer()

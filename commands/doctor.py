@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import re
-import shutil
 import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-from vkit.commands import _options, _render
-
 from vkit import __version__, discovery
+from vkit.commands import _options, _render
 from vkit.default_model import demo_model
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "gguf", "typer", "rich")
@@ -76,14 +73,12 @@ def memory() -> dict[str, int]:
 
 def kernel_backends() -> dict[str, str]:
     """Backend -> "available", or the reason why it is not."""
-    kernels = importlib.import_module("vkit.kernels")
-    states: dict[str, str] = {"reference": "available"}
-    probe = getattr(kernels, "backend_states", None)
-    if probe is not None:
-        states.update(probe())
-    if "cpu" not in states:
-        compiler = shutil.which(os.environ.get("CXX", "c++"))
-        states["cpu"] = "not part of this build" + ("" if compiler else "; no C++ compiler found either")
+    from vkit.kernels import backends
+
+    states = {"reference": "available"}
+    for device_type in ("cpu", "cuda"):
+        for backend in backends(device_type):
+            states[f"{backend.name} ({device_type})"] = backend.unavailable or "available"
     return states
 
 

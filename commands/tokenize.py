@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from vkit.commands import _render
 
+from vkit.commands import _render
 from vkit.errors import UsageError
 
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}

@@ -97,7 +97,7 @@ complete -c vkit -n '__fish_seen_subcommand_from completion' -l config -r -F -d 
 complete -c vkit -n '__fish_seen_subcommand_from completion' -s h -l help -d 'Show this message and exit.'
 complete -c vkit -n '__fish_seen_subcommand_from config' -F -d 'COMMAND'
 complete -c vkit -n '__fish_seen_subcommand_from config' -l json -d 'Print one JSON object instead of text.'
-complete -c vkit -n '__fish_seen_subcommand_from config' -l config -r -F -d 'YAML file with values for flags that neither the command line nor the environment sets.'
+complete -c vkit -n '__fish_seen_subcommand_from config' -l config -r -F -d 'The configuration file COMMAND would get.'
 complete -c vkit -n '__fish_seen_subcommand_from config' -s h -l help -d 'Show this message and exit.'
 complete -c vkit -n '__fish_seen_subcommand_from doctor' -l json -d 'Print one JSON object instead of text.'
 complete -c vkit -n '__fish_seen_subcommand_from doctor' -l config -r -F -d 'YAML file with values for flags that neither the command line nor the environment sets.'

@@ -66,6 +66,10 @@ class RootGroup(TyperGroup):
                 usable[name] = command
         return usable
 
+    def get_help_option_names(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        """Spellings of the help flag, in a fixed order."""
+        return list(ctx.help_option_names)
+
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[Any, Any, list[str]]:  # type: ignore[override]
         """The command that `args` begin with, telling on stderr if others claimed its name."""
         name = args[0]

@@ -78,6 +78,10 @@ class Command(TyperCommand):
             _add_given_value(error, on_line, elsewhere)
             raise
 
+    def get_help_option_names(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        """Spellings of the help flag, in a fixed order."""
+        return list(ctx.help_option_names)
+
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write the sections of the help page that list arguments and flags, one per panel."""
         panels: dict[str, list[tuple[str, str]]] = {}
