@@ -61,6 +61,11 @@ def _aligned_view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (data if whole else data.clone(memory_format=torch.contiguous_format)).view(dtype)
 
 
+def _groups(parts: torch.Tensor, count: int) -> torch.Tensor:
+    """The last axis cut into `count` equal groups: (..., n) -> (..., count, n / count)."""
+    return parts.reshape(*parts.shape[:-1], count, parts.shape[-1] // count)
+
+
 def _f16(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """The half-precision number at byte `at` of every block, float32 (N, 1)."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
@@ -68,13 +73,13 @@ def _f16(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 def _u16(parts: torch.Tensor) -> torch.Tensor:
     """Little-endian 16-bit words of the last axis, int32 (..., bytes / 2)."""
-    pairs = parts.to(torch.int32).unflatten(-1, (-1, 2))
+    pairs = _groups(parts, parts.shape[-1] // 2).to(torch.int32)
     return pairs[..., 0] | pairs[..., 1] << 8
 
 
 def _u32(parts: torch.Tensor) -> torch.Tensor:
     """Little-endian 32-bit words of the last axis, int64 (..., bytes / 4)."""
-    halves = _u16(parts).to(torch.int64).unflatten(-1, (-1, 2))
+    halves = _groups(_u16(parts), parts.shape[-1] // 4).to(torch.int64)
     return halves[..., 0] | halves[..., 1] << 16
 
 
@@ -137,7 +142,7 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
 
 def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
     scales = _lookup(_ue4m3(blocks.device), blocks[:, :4]).unsqueeze(-1)
-    codes = _planes(blocks[:, 4:].unflatten(-1, (4, 8)), 4)
+    codes = _planes(_groups(blocks[:, 4:], 4), 4)
     return _lookup(_table(E2M1_VALUES, blocks.device), codes).mul_(scales).flatten(1)
 
 
@@ -166,14 +171,14 @@ def _ue4m3(device: torch.device) -> torch.Tensor:
 def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
     scales = blocks[:, :16]
     d, dmin = _f16(blocks, 80), _f16(blocks, 82)
-    q = _planes(blocks[:, 16:80].unflatten(-1, (2, 32)), 2).reshape(-1, 16, 16).to(torch.float32)
+    q = _planes(_groups(blocks[:, 16:80], 2), 2).reshape(-1, 16, 16).to(torch.float32)
     return q.mul_((d * (scales & 15)).unsqueeze(-1)).sub_((dmin * (scales >> 4)).unsqueeze(-1)).flatten(1)
 
 
 def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
     scales = _planes(blocks[:, 96:104], 4) | _planes(blocks[:, 104:108], 2) << 4
     dl = _f16(blocks, 108) * scales.to(torch.float32).sub_(32)
-    low = _planes(blocks[:, 32:96].unflatten(-1, (2, 32)), 2).flatten(1)
+    low = _planes(_groups(blocks[:, 32:96], 2), 2).flatten(1)
     q = (low | _planes(blocks[:, :32], 1) << 2).reshape(-1, 16, 16)
     return q.to(torch.float32).sub_(4).mul_(dl.unsqueeze(-1)).flatten(1)
 
@@ -194,19 +199,19 @@ def _scale_and_shift(q: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    q = _planes(blocks[:, 16:].unflatten(-1, (4, 32)), 4).reshape(-1, 8, 32)
+    q = _planes(_groups(blocks[:, 16:], 4), 4).reshape(-1, 8, 32)
     return _scale_and_shift(q, blocks)
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = _planes(blocks[:, 48:].unflatten(-1, (4, 32)), 4).reshape(-1, 8, 32)
+    low = _planes(_groups(blocks[:, 48:], 4), 4).reshape(-1, 8, 32)
     high = _planes(blocks[:, 16:48], 1).reshape(-1, 8, 32)
     return _scale_and_shift(low | high << 4, blocks)
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = _planes(blocks[:, :128].unflatten(-1, (2, 64)), 4)
-    high = _planes(blocks[:, 128:192].unflatten(-1, (2, 32)), 2)
+    low = _planes(_groups(blocks[:, :128], 2), 4)
+    high = _planes(_groups(blocks[:, 128:192], 2), 2)
     dl = _f16(blocks, 208) * blocks[:, 192:208].view(torch.int8)
     q = (low | high << 4).reshape(-1, 16, 16)
     return q.to(torch.float32).sub_(32).mul_(dl.unsqueeze(-1)).flatten(1)
@@ -215,7 +220,7 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     scales = _bits(blocks[:, 4:8], 4) | _bits(blocks[:, 2:4], 2) << 4
     dl = _f16(blocks, 0) * scales.to(torch.float32).sub_(32)
-    codes = _planes(blocks[:, 8:].unflatten(-1, (8, 16)), 4)
+    codes = _planes(_groups(blocks[:, 8:], 8), 4)
     return _lookup(_table(IQ4_VALUES, blocks.device), codes).mul_(dl.unsqueeze(-1)).flatten(1)
 
 
@@ -248,7 +253,7 @@ def _signs_and_scale(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _iq2_xxs(blocks: torch.Tensor) -> torch.Tensor:
-    groups = blocks[:, 2:].unflatten(-1, (8, 8))
+    groups = _groups(blocks[:, 2:], 8)
     signs, scales = _signs_and_scale(_u32(groups[..., 4:]).squeeze(-1))
     db = _f16(blocks, 0) * (0.5 + scales) * 0.25
     return _scaled_grid(_lookup(grid("IQ2_XXS", blocks.device), groups[..., :4]), signs, db)
@@ -324,7 +329,7 @@ def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _tq2_0(blocks: torch.Tensor) -> torch.Tensor:
-    q = _planes(blocks[:, :64].unflatten(-1, (2, 32)), 2).flatten(1)
+    q = _planes(_groups(blocks[:, :64], 2), 2).flatten(1)
     return q.to(torch.float32).sub_(1).mul_(_f16(blocks, 64))
 
 

@@ -28,4 +28,4 @@ def extract_grids() -> dict[str, npt.NDArray[np.int8]]:
 
 
 if __name__ == "__main__":
-    np.savez_compressed(GRID_FILE, **extract_grids())
+    np.savez_compressed(GRID_FILE, **extract_grids())  # type: ignore[arg-type]

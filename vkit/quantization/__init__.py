@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from vkit.kernels.block_formats import BLOCK_FORMATS, BlockFormat
 from vkit.quantization.linear import DenseLinear, GGUFLinear, LinearMethod, StackedLinear, concat, linear_method_for
 from vkit.quantization.tensor import QuantizedTensor, Weight, concat_rows
 
 __all__ = [
+    "BLOCK_FORMATS",
+    "BlockFormat",
     "DenseLinear",
     "GGUFLinear",
     "LinearMethod",

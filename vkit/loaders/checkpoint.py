@@ -1,0 +1,141 @@
+"""What a checkpoint promises, whatever its format, and the check that a model took exactly what it holds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vkit.errors import CheckpointError
+from vkit.quantization import Weight
+
+MAX_NAMES_SHOWN = 8
+"""Names listed in one message before the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a checkpoint knows about a tensor without reading it.
+
+    `shape` is the shape `load` returns. `dtype` is the dtype `load` returns, or None when the tensor is packed; then
+    `qtype` names its GGUF block type. `nbytes` is its size in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    qtype: str | None
+    nbytes: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `load` returns a QuantizedTensor."""
+        return self.qtype is not None
+
+
+class Checkpoint(ABC):
+    """A model on disk: configuration and tensors, under Hugging Face names.
+
+    Opening reads headers only and makes every check that needs no weights. Tensors that `load` returns are on the CPU;
+    they may be views of a read-only file mapping, so they must never be written in place, and they stay valid after
+    `close()` (the mapping goes with its last tensor). The files must not be changed while they are mapped.
+    """
+
+    path: Path
+    """The directory or the `.gguf` file the checkpoint was opened from."""
+    name: str
+    """Name to serve the model under: the directory's, or the file's without suffix and part number."""
+    format: Literal["safetensors", "gguf"]
+    config: dict[str, Any]
+    """Hugging Face config.json keys."""
+    generation_config: dict[str, Any]
+    """generation_config.json; empty when there is none."""
+    gguf_metadata: Mapping[str, Any] | None
+    """Every key of a GGUF file, decoded on first access; None for directories."""
+
+    @property
+    def architecture(self) -> str:
+        """The Hugging Face class name, or an empty string when the configuration names none."""
+        names = self.config.get("architectures")
+        return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of all tensors in the files."""
+        return sum(self.tensor_info(name).nbytes for name in self.tensor_names())
+
+    @abstractmethod
+    def tensor_names(self) -> set[str]:
+        """Names of all tensors that can be loaded."""
+
+    @abstractmethod
+    def tensor_info(self, name: str) -> TensorInfo:
+        """Shape, type and size of a tensor; reads no weight bytes.
+
+        Raises:
+            CheckpointError: there is no tensor of that name.
+        """
+
+    @abstractmethod
+    def load(self, name: str) -> Weight:
+        """The tensor, with every transform of the file format undone.
+
+        Linear weights are (out_features, in_features), except where the Hugging Face checkpoint of the architecture
+        itself stores them the other way round (GPT-2).
+
+        Raises:
+            CheckpointError: there is no tensor of that name, or its shape contradicts the configuration.
+        """
+
+    @abstractmethod
+    def release_pages(self) -> None:
+        """Let the operating system take back the memory of everything mapped so far.
+
+        Tensors stay valid: what is used again is read again. Call it after copying weights (joining, moving to a
+        device), so that the copy and its source do not both count.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End loading. Tensors already loaded stay valid."""
+
+
+def check_complete(
+    checkpoint: Checkpoint, wanted: set[str], ignorable: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Refuse a checkpoint that lacks a wanted tensor or holds one that is neither wanted nor ignorable.
+
+    Raises:
+        CheckpointError: listing the names.
+    """
+    present = checkpoint.tensor_names()
+    missing = wanted - present
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path}: {count_of(missing, 'tensor')} that {checkpoint.architecture} needs missing: "
+            f"{some_names(missing)}",
+            remedy="the file is incomplete or made for another architecture",
+        )
+    unused = {name for name in present - wanted if not ignorable(name)}
+    if unused:
+        raise CheckpointError(
+            f"{checkpoint.path}: {count_of(unused, 'tensor')} that {checkpoint.architecture} has no use for: "
+            f"{some_names(unused)}",
+            remedy="the file is made for another architecture or a variant that is not supported",
+        )
+
+
+def count_of(names: set[str], noun: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'}"
+
+
+def some_names(names: set[str]) -> str:
+    """The first names in order, and how many more there are."""
+    shown = ", ".join(sorted(names)[:MAX_NAMES_SHOWN])
+    rest = len(names) - MAX_NAMES_SHOWN
+    return f"{shown} and {rest} more" if rest > 0 else shown

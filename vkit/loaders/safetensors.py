@@ -1,0 +1,285 @@
+"""Directories in the Hugging Face layout: config.json beside one or more safetensors files.
+
+Source: safetensors format: u64 header length, JSON header, tensor data; little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from vkit.errors import CheckpointError, ModelLoadError
+from vkit.loaders.checkpoint import Checkpoint, TensorInfo, some_names
+from vkit.loaders.storage import Storage, open_storage
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+LOADABLE_SCHEMES: frozenset[str] = frozenset()
+"""Quantisation schemes of safetensors checkpoints that can be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor lies; `offset` counts from the start of the file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    num_bytes: int
+    storage: Storage
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A directory with config.json and model.safetensors, or the shards that model.safetensors.index.json names."""
+
+    format: Literal["safetensors", "gguf"] = "safetensors"
+
+    def __init__(self, path: Path, *, use_mmap: bool = True) -> None:
+        """Open the directory `path` and check the header of every shard.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+            ModelLoadError: the weights are quantised by a scheme that cannot be loaded.
+        """
+        self.path = path
+        self.name = os.path.basename(os.path.abspath(path))
+        self.gguf_metadata = None
+        self.config = _read_object(path / "config.json", remedy="pass the folder holding config.json")
+        generation = path / "generation_config.json"
+        self.generation_config = _read_object(generation) if generation.exists() else {}
+        _check_scheme(path, self.config)
+        self._storages: list[Storage] = []
+        self._entries: dict[str, _Entry] = {}
+        for shard in self._shards():
+            self._add(open_storage(shard, use_mmap=use_mmap))
+        self._check_index()
+
+    def tensor_names(self) -> set[str]:
+        """Names of all tensors in all shards."""
+        return set(self._entries)
+
+    def tensor_info(self, name: str) -> TensorInfo:
+        """Shape, type and size of a tensor."""
+        entry = self._entry(name)
+        return TensorInfo(name, entry.shape, entry.dtype, None, entry.num_bytes)
+
+    def load(self, name: str) -> torch.Tensor:
+        """The tensor as the file has it; a view of the mapping."""
+        entry = self._entry(name)
+        data = entry.storage.tensor(entry.offset, entry.num_bytes)
+        # The format does not promise alignment; torch wants numbers at multiples of their size.
+        aligned = data if data.data_ptr() % entry.dtype.itemsize == 0 else data.clone()
+        return aligned.view(entry.dtype).reshape(entry.shape)
+
+    def release_pages(self) -> None:
+        """Let the operating system take back the memory of everything mapped so far."""
+        for storage in self._storages:
+            storage.release_pages()
+
+    def close(self) -> None:
+        """End loading. Tensors already loaded stay valid."""
+        for storage in self._storages:
+            storage.close()
+
+    def _entry(self, name: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
+        return entry
+
+    def _shards(self) -> list[Path]:
+        """The files that hold the weights; a complete model in one file wins over an index."""
+        self._weight_map: dict[str, str] = {}
+        single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
+        if single.exists():
+            return [single]
+        if not index.exists():
+            _refuse_no_weights(self.path)
+        self._weight_map = _read_weight_map(index)
+        shards = [self.path / name for name in sorted(set(self._weight_map.values()))]
+        missing = {shard.name for shard in shards if not shard.is_file()}
+        if missing:
+            raise CheckpointError(f"{self.path}: shards that {INDEX_FILE} names are missing: {some_names(missing)}")
+        return shards
+
+    def _add(self, storage: Storage) -> None:
+        self._storages.append(storage)
+        for name, entry in _read_header(storage).items():
+            if name in self._entries:
+                other = self._entries[name].storage.path.name
+                raise CheckpointError(f"{storage.path}: tensor {name!r} is also in {other}")
+            self._entries[name] = entry
+
+    def _check_index(self) -> None:
+        wrong = {
+            f"{name} ({shard})"
+            for name, shard in self._weight_map.items()
+            if name not in self._entries or self._entries[name].storage.path.name != shard
+        }
+        if wrong:
+            raise CheckpointError(
+                f"{self.path}: tensors are not in the shard that {INDEX_FILE} names: {some_names(wrong)}"
+            )
+
+
+def _read_object(path: Path, *, remedy: str | None = None) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        value = json.loads(path.read_text("utf-8"), object_pairs_hook=_unique_pairs)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: no {path.name} here", remedy=remedy) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: expected an object 'weight_map' of tensor and file names")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{index}: weight_map[{name!r}] is {shard!r}, expected a file name")
+    return weight_map
+
+
+def _refuse_no_weights(path: Path) -> NoReturn:
+    others = {file.name for file in path.iterdir() if file.suffix in (".gguf", ".bin", ".pt", ".pth", ".safetensors")}
+    if not others:
+        raise CheckpointError(f"{path}: no {SINGLE_FILE} or {INDEX_FILE} here", remedy="the download may be incomplete")
+    remedy = "pass the .gguf file itself" if any(name.endswith(".gguf") for name in others) else None
+    raise CheckpointError(f"{path}: no {SINGLE_FILE} or {INDEX_FILE} here, only {some_names(others)}", remedy=remedy)
+
+
+def _check_scheme(path: Path, config: dict[str, Any]) -> None:
+    """Refuse quantised weights of a scheme that cannot be loaded, by its name."""
+    text_config = config.get("text_config")
+    declared = [config, text_config if isinstance(text_config, dict) else {}]
+    for scheme in (_scheme_of(place.get("quantization_config"), "quant_method") for place in declared):
+        _refuse_scheme(path / "config.json", scheme)
+    model_opt = path / "hf_quant_config.json"
+    if model_opt.exists():
+        _refuse_scheme(model_opt, _scheme_of(_read_object(model_opt).get("quantization"), "quant_algo"))
+    old = path / "quantize_config.json"
+    if old.exists():
+        _refuse_scheme(old, _scheme_of(_read_object(old), "quant_method"))
+
+
+def _scheme_of(declaration: Any, key: str) -> str | None:
+    """The scheme's name, or None if nothing is declared."""
+    if declaration is None:
+        return None
+    name = declaration.get(key) if isinstance(declaration, dict) else None
+    return name if isinstance(name, str) else f"of no name (no {key!r})"
+
+
+def _refuse_scheme(source: Path, scheme: str | None) -> None:
+    if scheme is None or scheme in LOADABLE_SCHEMES:
+        return
+    known = ", ".join(sorted(LOADABLE_SCHEMES)) or "none yet: use the unquantised weights or a GGUF file"
+    raise ModelLoadError(f"{source}: quantisation scheme {scheme} is not supported", remedy=f"supported: {known}")
+
+
+def _read_header(storage: Storage) -> dict[str, _Entry]:
+    """The checked entries of one safetensors file."""
+    path = storage.path
+
+    def refuse(fault: str) -> NoReturn:
+        raise CheckpointError(f"{path}: {fault}")
+
+    if storage.size < LENGTH_BYTES:
+        refuse(f"the file is {storage.size} bytes long, shorter than a safetensors header")
+    length = struct.unpack("<Q", storage.header(LENGTH_BYTES)[:LENGTH_BYTES])[0]
+    start = LENGTH_BYTES + length
+    if length > MAX_HEADER_BYTES or start > storage.size:
+        refuse(f"header of {length} bytes in a file of {storage.size}: not a safetensors file, or cut short")
+    try:
+        header = json.loads(bytes(storage.header(start)[LENGTH_BYTES:start]), object_pairs_hook=_unique_pairs)
+    except (ValueError, RecursionError) as error:
+        refuse(f"header is not valid JSON: {error}")
+    if not isinstance(header, dict):
+        refuse(f"header is a JSON {type(header).__name__}, expected an object")
+    header.pop("__metadata__", None)
+    entries = {name: _entry_of(storage, start, name, value) for name, value in header.items()}
+    _check_extents(storage, start, entries)
+    return entries
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return value
+
+
+def _entry_of(storage: Storage, start: int, name: str, value: Any) -> _Entry:
+    what = f"{storage.path}: tensor {name!r:.100}"
+    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
+        raise CheckpointError(f"{what}: expected dtype, shape and data_offsets")
+    shape, offsets = value["shape"], value["data_offsets"]
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{what}: shape {shape!r:.100} and data_offsets {offsets!r:.100} are not lists of sizes")
+    dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    if dtype is None:
+        raise CheckpointError(f"{what}: unknown dtype {value['dtype']!r:.100}")
+    num_bytes = dtype.itemsize
+    for size in shape:
+        num_bytes *= size
+    first, end = offsets
+    if end - first != num_bytes:
+        raise CheckpointError(f"{what}: data_offsets span {end - first} bytes, expected {num_bytes} for {shape}")
+    if start + end > storage.size:
+        raise CheckpointError(
+            f"{what} ends at byte {start + end}, past the end of the file ({storage.size} bytes): cut short or damaged"
+        )
+    return _Entry(tuple(shape), dtype, start + first, num_bytes, storage)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _check_extents(storage: Storage, start: int, entries: dict[str, _Entry]) -> None:
+    """Refuse tensors that overlap, and files longer or shorter than their tensors."""
+    position = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if entry.offset != position:
+            raise CheckpointError(
+                f"{storage.path}: tensor {name!r:.100} starts at byte {entry.offset}, "
+                f"expected {position} right after the one before"
+            )
+        position += entry.num_bytes
+    if position != storage.size:
+        raise CheckpointError(f"{storage.path}: the file has {storage.size} bytes, its tensors end at byte {position}")

@@ -1,0 +1,113 @@
+"""What converters did to weights on the way into a GGUF file, undone. Knows no files and no names.
+
+A transform says beforehand what shape it will give, so that a contradiction with the configuration shows on opening.
+Source: GGUF specification, conversion of rope order; Llama and Gemma checkpoints as published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vkit.quantization import QuantizedTensor, Weight
+
+Shape = tuple[int, ...]
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """`apply` turns the file's weight into the Hugging Face one; `shape` its shape, or raises ValueError.
+
+    `dtype` is what `apply` always returns, or None if it keeps the weight's type or packing. `copies` says that the
+    result shares no memory with the argument.
+    """
+
+    apply: Callable[[Weight, Config], Weight]
+    shape: Callable[[Shape, Config], Shape] = lambda shape, config: shape
+    dtype: torch.dtype | None = None
+    copies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows `start` to `start + length` of a weight, under a name of their own; `is_row`: its only row, as a vector."""
+
+    hf_base: str
+    start: int
+    length: int
+    is_row: bool = False
+
+
+Split = Callable[[str, Shape, Config], list[Part]]
+"""(Hugging Face base name of the whole, its shape, config) -> the parts it becomes; raises ValueError."""
+
+
+def half_split_rows(heads_key: str) -> Transform:
+    """Rows from interleaved rope order (pairs 2j, 2j+1 of a head) to half-split order (j, j + D/2).
+
+    `heads_key` is the configuration key of the number of heads.
+    """
+
+    def shape(shape: Shape, config: Config) -> Shape:
+        num_heads = config[heads_key]
+        if not shape or shape[0] % (2 * num_heads):
+            raise ValueError(f"{list(shape)} cannot be cut into {num_heads} heads of even size")
+        return shape
+
+    def apply(weight: Weight, config: Config) -> Weight:
+        num_rows = weight.shape[0]
+        order = torch.arange(num_rows).view(config[heads_key], -1, 2).transpose(1, 2).reshape(-1)
+        return weight.rows(order) if isinstance(weight, QuantizedTensor) else weight[order]
+
+    return Transform(apply, shape, copies=True)
+
+
+def _minus_one(weight: Weight, config: Config) -> Weight:
+    return _dense(weight) - 1.0
+
+
+def _transpose(weight: Weight, config: Config) -> Weight:
+    return weight.t()
+
+
+def _reversed_matrix(shape: Shape, config: Config) -> Shape:
+    if len(shape) > 2:
+        raise ValueError(f"{list(shape)} is neither a matrix nor a bias")
+    return shape[::-1]
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.to(torch.float32)
+
+
+MINUS_ONE = Transform(_minus_one, dtype=torch.float32, copies=True)
+"""Zero-centred norm weights: the file has 1 + w, the checkpoint w. Subtracted in float32."""
+
+TRANSPOSED = Transform(_transpose, _reversed_matrix)
+"""(out, in) to the (in, out) of GPT-2's own checkpoints; a view. A bias stays as it is."""
+
+
+def split_qkv(hf_base: str, shape: Shape, config: Config) -> list[Part]:
+    """The fused rows q | k | v as three weights."""
+    head_dim = config["head_dim"]
+    q = config["num_attention_heads"] * head_dim
+    kv = config["num_key_value_heads"] * head_dim
+    if not shape or shape[0] != q + 2 * kv:
+        raise ValueError(f"{list(shape)} has not the {q + 2 * kv} rows of q, k and v")
+    prefix = hf_base.rpartition(".")[0]
+    return [
+        Part(f"{prefix}.q_proj", 0, q),
+        Part(f"{prefix}.k_proj", q, kv),
+        Part(f"{prefix}.v_proj", q + kv, kv),
+    ]
+
+
+def split_heads(hf_base: str, shape: Shape, config: Config) -> list[Part]:
+    """One norm weight per head, stacked in the file."""
+    if len(shape) != 2 or shape[0] > config["num_attention_heads"]:
+        raise ValueError(f"{list(shape)} is not a row for each head")
+    return [Part(f"{hf_base}.norms.{head}", head, 1, is_row=True) for head in range(shape[0])]
