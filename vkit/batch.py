@@ -183,7 +183,13 @@ class BatchBuilder:
             raise RuntimeError(f"more running sequences than the {len(self._rows)} rows of max_num_seqs")
 
     def _batch(
-        self, rows: IntArray, token_ids: list[int], positions: IntArray, starts: IntArray, cu: IntArray, wanted: IntArray
+        self,
+        rows: IntArray,
+        token_ids: list[int],
+        positions: IntArray,
+        starts: IntArray,
+        cu: IntArray,
+        wanted: IntArray,
     ) -> Batch:
         num_seqs, num_tokens = len(rows), len(positions)
         counts = cu[1:] - cu[:-1]
@@ -219,7 +225,7 @@ class BatchBuilder:
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         packed = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(self._device, non_blocking=True)
-        return list(packed.split([len(array) for array in arrays]))
+        return list(torch.split(packed, [len(array) for array in arrays]))
 
 
 def _token_ids(item: ScheduledSequence) -> list[int]:
@@ -233,4 +239,5 @@ def _token_ids(item: ScheduledSequence) -> list[int]:
 def _last_rows(cu: IntArray, wanted: IntArray) -> IntArray:
     """Indices of the last wanted[b] tokens of each sequence, in order."""
     before = np.cumsum(wanted) - wanted
-    return np.arange(wanted.sum()) + np.repeat(cu[1:] - wanted - before, wanted)
+    rows: IntArray = np.arange(wanted.sum()) + np.repeat(cu[1:] - wanted - before, wanted)
+    return rows

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from vkit.kernels.reference.activation import add, gelu_and_mul, multiply, scale, silu_and_mul, soft_cap, unary
 from vkit.kernels.reference.attention import paged_attention, write_kv
-from vkit.kernels.reference.linear import embedding, linear
+from vkit.kernels.reference.dequantize import dequantize
+from vkit.kernels.reference.linear import concat, embedding, linear
 from vkit.kernels.reference.norm import add_rms_norm, layer_norm, rms_norm
+from vkit.kernels.reference.quantized_embedding import quantized_embedding
+from vkit.kernels.reference.quantized_linear import quantized_linear
 from vkit.kernels.reference.rope import qk_norm_rope, rope
 
 __all__ = [
     "add",
     "add_rms_norm",
+    "concat",
+    "dequantize",
     "embedding",
     "gelu_and_mul",
     "layer_norm",
@@ -18,6 +23,8 @@ __all__ = [
     "multiply",
     "paged_attention",
     "qk_norm_rope",
+    "quantized_embedding",
+    "quantized_linear",
     "rms_norm",
     "rope",
     "scale",

@@ -17,7 +17,9 @@ _ALIGNMENT = 8
 
 def page_bytes(specs: list[LayerCacheSpec | None], block_size: int) -> int:
     """Bytes one block occupies in one slab: what the most demanding paged layer needs."""
-    sizes = [spec.bytes_per_unit * block_size for spec in specs if spec is not None and spec.kind is not CacheKind.STATE]
+    sizes = [
+        spec.bytes_per_unit * block_size for spec in specs if spec is not None and spec.kind is not CacheKind.STATE
+    ]
     return -(-max(sizes, default=0) // _ALIGNMENT) * _ALIGNMENT
 
 
