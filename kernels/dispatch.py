@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -190,12 +190,11 @@ def _resolve(op: str, device_type: str, dtype: torch.dtype) -> Op:
     elif not usable and device_type not in _forced:
         for backend in backends(device_type):
             _report_once(device_type, f"{backend.name} kernels are not used: {backend.unavailable}; plain torch runs")
-    reference = importlib.import_module("vkit.kernels.reference")
-    found = getattr(reference, op, None)
-    if found is None:
+    # Imported here because reference modules may themselves import from this package.
+    reference: Mapping[str, Op] = importlib.import_module("vkit.kernels.reference").OPS
+    if op not in reference:
         raise AttributeError(f"no op named {op!r}")
-    implementation: Op = found
-    return implementation
+    return reference[op]
 
 
 def _report_once(device_type: str, line: str) -> None:
