@@ -1,6 +1,6 @@
 """The operations a model is written in: one name, one meaning, on every device.
 
-Each function checks its arguments, then calls the implementation that `dispatch` chose for the tensor's device and dtype.
+Each function checks its arguments, then calls the implementation `dispatch` chose for the tensor's device and dtype.
 Errors are built in (`ValueError`, `TypeError`) and name the op, the argument, what came and what was wanted.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from vkit.kernels.activations import add, gelu_and_mul, multiply, scale, silu_and_mul, soft_cap, unary
 from vkit.kernels.attention import paged_attention, write_kv
-from vkit.kernels.dense import embedding, linear
+from vkit.kernels.dense import concat, embedding, linear
 from vkit.kernels.dispatch import (
     Backend,
     backends,
@@ -19,10 +19,9 @@ from vkit.kernels.dispatch import (
     wrap_step,
 )
 from vkit.kernels.norms import add_rms_norm, layer_norm, rms_norm
+from vkit.kernels.packed import quantized_embedding, quantized_linear
 from vkit.kernels.paged import PagedBatch
 from vkit.kernels.reference.dequantize import dequantize
-from vkit.kernels.reference.quantized_embedding import quantized_embedding
-from vkit.kernels.reference.quantized_linear import quantized_linear
 from vkit.kernels.rotary import qk_norm_rope, rope
 
 __all__ = [
@@ -31,6 +30,7 @@ __all__ = [
     "add",
     "add_rms_norm",
     "backends",
+    "concat",
     "dequantize",
     "embedding",
     "gelu_and_mul",

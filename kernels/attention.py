@@ -38,8 +38,8 @@ def paged_attention(
     """Causal attention of the step's queries to their own sequences. q (T, H, D) -> (T, H, Dv) in q.dtype.
 
     Prefill, decode and mixtures are one call. Query head h reads kv head h // (H / K). Scores are scaled, then capped
-    (soft_cap · tanh(s / soft_cap)), then masked: the query at position i sees keys j <= i, and j > i − window if a window
-    is given. `sinks` (H,) are logits that take part in the softmax's denominator only.
+    (soft_cap · tanh(s / soft_cap)), then masked: the query at position i sees keys j <= i, and only j > i − window if a
+    window is given. `sinks` (H,) are logits that take part in the softmax's denominator only.
 
     Raises:
         ValueError: shapes or settings that do not fit.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,4 +41,19 @@ def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> 
     if weight.ndim != 2:
         raise ValueError(f"embedding: weight {tuple(weight.shape)}, expected (rows, width)")
     out: Tensor = ops(weight).embedding(ids, weight, weight.dtype if dtype is None else dtype)
+    return out
+
+
+def concat(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors (..., C1), (..., C2), ... side by side -> (..., C1 + C2 + ...).
+
+    Raises:
+        ValueError: no parts, or parts that differ elsewhere than in width.
+    """
+    if not parts:
+        raise ValueError("concat: no parts, expected at least one")
+    for part in parts[1:]:
+        if part.shape[:-1] != parts[0].shape[:-1]:
+            raise ValueError(f"concat: part {tuple(part.shape)}, expected {tuple(parts[0].shape[:-1])} and a width")
+    out: Tensor = ops(parts[0]).concat(parts)
     return out

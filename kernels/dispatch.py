@@ -1,14 +1,14 @@
 """Which implementation of an op runs: chosen once per device type and dtype, then reached by plain attribute access.
 
-A backend is a named set of implementations for some device types. The reference backend (plain torch) knows every op and
-runs everywhere; a native backend registers the ops it has, and the reference takes the rest.
+A backend is a named set of implementations for one device type. The reference (plain torch) knows every op and runs
+everywhere; a native backend registers the ops it has, and the reference takes the rest.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,7 +46,7 @@ class Backend:
     unavailable: str | None = None
     """Why this machine cannot run it, in one clause; None if it can."""
     wrap_step: Callable[[StepFunction], StepFunction] | None = None
-    """Given the whole forward pass, returns what the runner calls instead: a place to record the ops and replay them."""
+    """Given the whole forward pass, returns what the runner calls instead: here ops may be recorded and replayed."""
     kv_layout: Callable[..., tuple[Tensor, Tensor]] | None = None
     """Replaces `default_kv_layout`, same arguments."""
 
@@ -86,6 +86,11 @@ _reported: set[tuple[str, str]] = set()
 def ops(x: Tensor) -> OpTable:
     """The implementations for tensors like `x`."""
     return (_cuda if x.is_cuda else _cpu)[x.dtype]
+
+
+def ops_for(device_type: str, dtype: torch.dtype) -> OpTable:
+    """The implementations for activations of `dtype` on a device type, where no activation exists yet."""
+    return (_cuda if device_type == "cuda" else _cpu)[dtype]
 
 
 def register_backend(backend: Backend) -> None:
@@ -185,12 +190,11 @@ def _resolve(op: str, device_type: str, dtype: torch.dtype) -> Op:
     elif not usable and device_type not in _forced:
         for backend in backends(device_type):
             _report_once(device_type, f"{backend.name} kernels are not used: {backend.unavailable}; plain torch runs")
-    reference = importlib.import_module("vkit.kernels.reference")
-    found = getattr(reference, op, None)
-    if found is None:
+    # Imported here because reference modules may themselves import from this package.
+    reference: Mapping[str, Op] = importlib.import_module("vkit.kernels.reference").OPS
+    if op not in reference:
         raise AttributeError(f"no op named {op!r}")
-    implementation: Op = found
-    return implementation
+    return reference[op]
 
 
 def _report_once(device_type: str, line: str) -> None:

@@ -11,7 +11,7 @@ from vkit.kernels.dispatch import ops
 def rope(q: Tensor, k: Tensor | None, positions: Tensor, cos_sin: Tensor, interleaved: bool = False) -> None:
     """Rotate the first R entries of every head of q (T, H, D) and k (T, K, D), in place; the rest stays.
 
-    Row p of cos_sin (P, R) float32 holds R/2 cosines, then R/2 sines, for position p. Entry i is paired with i + R/2, or
+    Row p of cos_sin (P, R) float32 holds R/2 cosines, then R/2 sines, for position p. Entry i pairs with i + R/2, or
     with its neighbour (2i, 2i + 1) when interleaved. q and k may be views of a wider tensor.
 
     Raises:

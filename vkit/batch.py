@@ -34,13 +34,15 @@ class Batch:
     seq_lens: Tensor
     """(B,) int32: tokens in the cache after this step."""
     rows: Tensor
-    """(B,) int32: each sequence's row in the block tables and in the state tensors, fixed while it runs."""
+    """(B,) int32: each sequence's row in the block tables, fixed while it runs."""
     is_fresh: Tensor
-    """(B,) bool: the sequence starts at position 0, so its state rows hold somebody else's past."""
+    """(B,) bool: the sequence starts at position 0, so its state block holds somebody else's past."""
     logits_rows: Tensor
     """(R,) int64: tokens whose logits are wanted."""
     paged: list[PagedBatch | None]
     """Per cache group; None for a group that keeps one state per sequence."""
+    state_blocks: list[Tensor | None]
+    """Per cache group, (B,) int64: the block that holds each sequence's state; None for a group of tokens."""
     store: TensorStore
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor, PagedBatch]:
@@ -50,9 +52,11 @@ class Batch:
         assert paged is not None
         return k, v, paged
 
-    def states(self, layer: int) -> dict[str, Tensor]:
-        """The state tensors of a recurrent layer, by name; row `rows[b]` belongs to sequence b."""
-        return self.store.tensors[layer]
+    def states(self, layer: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The state tensors of a recurrent layer by name, (N, ...) each, and which entry is each sequence's (B,)."""
+        blocks = self.state_blocks[self.store.group_of[layer]]
+        assert blocks is not None
+        return self.store.tensors[layer], blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +116,7 @@ class BatchBuilder:
         num_columns = -(-max_model_len // block_size)
         self._tables = [_BlockTable(max_num_seqs if paged else 0, num_columns, device) for paged in self._is_paged]
         self._paged_groups = [index for index, paged in enumerate(self._is_paged) if paged]
+        self._state_groups = [index for index, paged in enumerate(self._is_paged) if not paged]
         self._rows: dict[str, _Row] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -126,7 +131,13 @@ class BatchBuilder:
         cu = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=cu[1:])
         positions = np.arange(cu[-1]) + np.repeat(starts - cu[:-1], counts)
-        return self._batch(np.array(rows, np.int64), token_ids, positions, starts, cu, _last_rows(cu, wanted))
+        state_blocks = [
+            np.array([item.sequence.block_ids[group][0] for item in plan.scheduled], np.int64)
+            for group in self._state_groups
+        ]
+        return self._batch(
+            np.array(rows, np.int64), token_ids, positions, starts, cu, _last_rows(cu, wanted), state_blocks
+        )
 
     def _collect(self, scheduled: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
         """Bring the tables up to date; the row of each sequence and the ids of all tokens."""
@@ -183,13 +194,20 @@ class BatchBuilder:
             raise RuntimeError(f"more running sequences than the {len(self._rows)} rows of max_num_seqs")
 
     def _batch(
-        self, rows: IntArray, token_ids: list[int], positions: IntArray, starts: IntArray, cu: IntArray, wanted: IntArray
+        self,
+        rows: IntArray,
+        token_ids: list[int],
+        positions: IntArray,
+        starts: IntArray,
+        cu: IntArray,
+        wanted: IntArray,
+        state_blocks: list[IntArray],
     ) -> Batch:
         num_seqs, num_tokens = len(rows), len(positions)
         counts = cu[1:] - cu[:-1]
         seq_lens = starts + counts
         slots = self._slots(np.repeat(rows, counts), positions)
-        wide = self._upload([np.array(token_ids, np.int64), positions, wanted, *slots])
+        wide = self._upload([np.array(token_ids, np.int64), positions, wanted, *state_blocks, *slots])
         narrow = self._upload([cu.astype(np.int32), seq_lens.astype(np.int32), rows.astype(np.int32)])
         is_fresh = torch.from_numpy(starts == 0)
         if self._device.type != "cpu":
@@ -197,14 +215,17 @@ class BatchBuilder:
         assert len(token_ids) == num_tokens
         host_rows, host_lens, host_cu = rows.tolist(), seq_lens.tolist(), cu.tolist()
         paged: list[PagedBatch | None] = [None] * len(self._tables)
-        for group, slot_mapping in zip(self._paged_groups, wide[3:], strict=True):
+        states: list[Tensor | None] = [None] * len(self._tables)
+        for group, blocks in zip(self._state_groups, wide[3:], strict=False):
+            states[group] = blocks
+        for group, slot_mapping in zip(self._paged_groups, wide[3 + len(state_blocks) :], strict=True):
             table = self._tables[group]
             table.upload()
             paged[group] = PagedBatch(
                 table.device, narrow[2], slot_mapping, narrow[1], narrow[0], host_rows, host_lens, host_cu
             )
         assert narrow[2].shape[0] == num_seqs
-        return Batch(wide[0], wide[1], narrow[0], narrow[1], narrow[2], is_fresh, wide[2], paged, self._store)
+        return Batch(wide[0], wide[1], narrow[0], narrow[1], narrow[2], is_fresh, wide[2], paged, states, self._store)
 
     def _slots(self, rows: IntArray, positions: IntArray) -> list[IntArray]:
         """Per paged group, the cache slot of every token."""
@@ -219,7 +240,7 @@ class BatchBuilder:
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         packed = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(self._device, non_blocking=True)
-        return list(packed.split([len(array) for array in arrays]))
+        return list(torch.split(packed, [len(array) for array in arrays]))
 
 
 def _token_ids(item: ScheduledSequence) -> list[int]:
@@ -233,4 +254,5 @@ def _token_ids(item: ScheduledSequence) -> list[int]:
 def _last_rows(cu: IntArray, wanted: IntArray) -> IntArray:
     """Indices of the last wanted[b] tokens of each sequence, in order."""
     before = np.cumsum(wanted) - wanted
-    return np.arange(wanted.sum()) + np.repeat(cu[1:] - wanted - before, wanted)
+    rows: IntArray = np.arange(wanted.sum()) + np.repeat(cu[1:] - wanted - before, wanted)
+    return rows

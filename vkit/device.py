@@ -57,7 +57,7 @@ def find_device(asked: str) -> Device:
 def resolve_dtype(asked: str, checkpoint_dtype: str, device: Device) -> torch.dtype:
     """The type of activations: the one asked for; for "auto" the checkpoint's own where the device is fast in it.
 
-    On a CPU auto means float32: weights stay as small as the file has them, and the residual stream keeps its precision.
+    On a CPU auto means float32: weights stay as small as the file has them, the residual stream keeps its precision.
 
     Raises:
         UsageError: an unknown name.

@@ -45,7 +45,6 @@ class Runner:
             specs,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
             device=device,
         )
         self._builder = BatchBuilder(
@@ -61,6 +60,8 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Tensor:
         """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order."""
+        for copy in plan.state_copies:
+            self.store.copy_block(copy.group, copy.source, copy.target)
         return self._step(self._builder.build(plan))
 
     def _run(self, batch: Batch) -> Tensor:

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from vkit.kernels.reference.activation import add, gelu_and_mul, multiply, scale, silu_and_mul, soft_cap, unary
-from vkit.kernels.reference.attention import paged_attention, write_kv
-from vkit.kernels.reference.linear import embedding, linear
-from vkit.kernels.reference.norm import add_rms_norm, layer_norm, rms_norm
-from vkit.kernels.reference.rope import qk_norm_rope, rope
+from collections.abc import Callable, Mapping
+from typing import Any
 
-__all__ = [
-    "add",
-    "add_rms_norm",
-    "embedding",
-    "gelu_and_mul",
-    "layer_norm",
-    "linear",
-    "multiply",
-    "paged_attention",
-    "qk_norm_rope",
-    "rms_norm",
-    "rope",
-    "scale",
-    "silu_and_mul",
-    "soft_cap",
-    "unary",
-    "write_kv",
-]
+from vkit.kernels.reference import (
+    activation,
+    attention,
+    dequantize,
+    linear,
+    norm,
+    quantized_embedding,
+    quantized_linear,
+    rope,
+)
+
+OPS: Mapping[str, Callable[..., Any]] = {
+    "add": activation.add,
+    "add_rms_norm": norm.add_rms_norm,
+    "concat": linear.concat,
+    "dequantize": dequantize.dequantize,
+    "embedding": linear.embedding,
+    "gelu_and_mul": activation.gelu_and_mul,
+    "layer_norm": norm.layer_norm,
+    "linear": linear.linear,
+    "multiply": activation.multiply,
+    "paged_attention": attention.paged_attention,
+    "qk_norm_rope": rope.qk_norm_rope,
+    "quantized_embedding": quantized_embedding.quantized_embedding,
+    "quantized_linear": quantized_linear.quantized_linear,
+    "rms_norm": norm.rms_norm,
+    "rope": rope.rope,
+    "scale": activation.scale,
+    "silu_and_mul": activation.silu_and_mul,
+    "soft_cap": activation.soft_cap,
+    "unary": activation.unary,
+    "write_kv": attention.write_kv,
+}
+"""Op name -> implementation."""

@@ -48,7 +48,9 @@ def paged_attention(
     work = _work(batch, k_cache.shape[1], window)
     for group in work.decodes:
         keys, values = _gather(group.blocks, k_cache, v_cache, q.dtype)
-        values.masked_fill_(~group.visible[:, :, None, None], 0.0)  # 0 · NaN of a recycled block would be NaN
+        # No probability goes to slots beyond a sequence's end, but 0 · NaN from a recycled block would still be NaN.
+        keys[group.beyond] = 0.0
+        values[group.beyond] = 0.0
         mask = group.visible[:, None, None, :]
         out[group.queries] = _attend(q[group.queries].unsqueeze(2), keys, values, mask, scale, soft_cap, sinks).squeeze(
             2
@@ -72,6 +74,8 @@ class _DecodeGroup:
     """(b, n) block ids; padding repeats a valid id."""
     visible: Tensor
     """(b, n · S) whether the sequence's query sees the key."""
+    beyond: tuple[Tensor, ...]
+    """Indices of the slots beyond each sequence's end."""
 
 
 @dataclass(slots=True)
@@ -163,10 +167,9 @@ def _decode_group(batch: PagedBatch, members: list[int], block_size: int, window
     column = torch.arange(int(num_blocks.max()), device=device)
     blocks = batch.block_table[rows, first_block + torch.minimum(column, num_blocks - 1)].long()
     position = first_block * block_size + torch.arange(len(column) * block_size, device=device)
-    visible = position < lengths
-    if window is not None:
-        visible &= position >= lengths - window
-    return _DecodeGroup(queries, blocks, visible)
+    within = position < lengths
+    visible = within if window is None else within & (position >= lengths - window)
+    return _DecodeGroup(queries, blocks, visible, (~within).nonzero(as_tuple=True))
 
 
 def _gather(blocks: Tensor, k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

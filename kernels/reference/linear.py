@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,3 +24,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """weight[ids] in `dtype`."""
     return weight.index_select(0, ids).to(dtype)
+
+
+def concat(parts: Sequence[Tensor]) -> Tensor:
+    """The parts side by side."""
+    return torch.cat(list(parts), dim=-1)

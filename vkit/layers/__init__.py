@@ -13,7 +13,7 @@ from vkit.layers.decoder import (
     SandwichLayer,
     Stream,
 )
-from vkit.layers.embedding import Embedding, LMHead
+from vkit.layers.embedding import Embedding, LMHead, PositionEmbedding
 from vkit.layers.linear import ACTIVATIONS, Activation, GatedMLP, Linear, MergedLinear, PlainMLP
 from vkit.layers.module import Module, Placement, TensorSlot
 from vkit.layers.norm import LayerNorm, Norm, RMSNorm
@@ -38,6 +38,7 @@ __all__ = [
     "ParallelLayer",
     "Placement",
     "PlainMLP",
+    "PositionEmbedding",
     "PostNormLayer",
     "PreNormLayer",
     "RMSNorm",

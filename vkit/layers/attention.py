@@ -33,8 +33,8 @@ class CacheOwner(Module):
 class Attention(CacheOwner):
     """Grouped-query attention of one layer.
 
-    Unless `qkv_proj` or `o_proj` bring their own, the projections are q_proj, k_proj, v_proj and o_proj; `names` renames
-    attributes for checkpoints that call them otherwise. Head norms see one head at a time, or the whole projection.
+    Unless `qkv_proj` or `o_proj` bring their own, the projections are q_proj, k_proj, v_proj and o_proj; `names` is
+    for checkpoints that call them otherwise. Head norms see one head at a time, or the whole projection.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Attention(CacheOwner):
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, H) -> (T, H)."""
-        q, k, v = self.qkv_proj(x).split(self._widths, dim=-1)
+        q, k, v = torch.split(self.qkv_proj(x), self._widths, dim=-1)
         q, k = self._positioned(q, k, batch)
-        v = v.unflatten(-1, (-1, self._head_dim))
+        v = v.view(v.shape[0], -1, self._head_dim)
         k_cache, v_cache, paged = batch.kv(self.layer)
         kernels.write_kv(k, v, k_cache, v_cache, paged.slot_mapping)
         out = kernels.paged_attention(q, k_cache, v_cache, paged, self._scale, self.window, self._soft_cap)
@@ -100,9 +100,11 @@ class Attention(CacheOwner):
         if self._norms_whole_projection and q_norm is not None and k_norm is not None:
             q, k = q_norm(q), k_norm(k)
             q_norm = k_norm = None
-        q, k = q.unflatten(-1, (-1, self._head_dim)), k.unflatten(-1, (-1, self._head_dim))
+        num_tokens, head_dim = q.shape[0], self._head_dim
+        q, k = q.view(num_tokens, -1, head_dim), k.view(num_tokens, -1, head_dim)
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) and rotary is not None:
-            assert q_norm.weight is not None and k_norm.weight is not None
+            assert q_norm.weight is not None
+            assert k_norm.weight is not None
             kernels.qk_norm_rope(
                 q,
                 k,

@@ -1,7 +1,7 @@
 """Decoder blocks by their shape of residual, and the stack of them.
 
-Every block takes (hidden, residual) and returns the same: the stream is their sum, left unadded so that the next norm can
-add it. A residual of None means that hidden is the whole stream.
+Every block takes (hidden, residual) and returns the same: the stream is their sum, left unadded so that the next norm
+can add it. A residual of None means that hidden is the whole stream.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.layers.attention import Attention
-from vkit.layers.embedding import Embedding
+from vkit.layers.embedding import Embedding, PositionEmbedding
 from vkit.layers.module import Module
 from vkit.layers.norm import Norm
 
@@ -133,7 +133,7 @@ class ParallelLayer(DecoderLayer):
 
 
 class Decoder(Module):
-    """Embedding, blocks, final norm."""
+    """Embedding (of tokens, and of positions where a model learns them), blocks, final norm."""
 
     def __init__(
         self,
@@ -141,11 +141,13 @@ class Decoder(Module):
         layers: Sequence[DecoderLayer],
         norm: Norm,
         *,
+        embed_positions: PositionEmbedding | None = None,
         embedding_multiplier: float = 1.0,
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.names = names or {}
         self.embed_tokens = embed_tokens
+        self.embed_positions = embed_positions
         self.layers = list(layers)
         self.norm = norm
         self._embedding_multiplier = embedding_multiplier
@@ -153,6 +155,8 @@ class Decoder(Module):
     def embed(self, batch: Batch) -> Tensor:
         """The stream before the first block (T, H)."""
         hidden = self.embed_tokens(batch.token_ids)
+        if self.embed_positions is not None:
+            hidden = kernels.add(hidden, self.embed_positions(batch.positions))
         return hidden if self._embedding_multiplier == 1.0 else kernels.scale(hidden, self._embedding_multiplier)
 
     def __call__(self, batch: Batch) -> Tensor:

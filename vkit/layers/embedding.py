@@ -33,14 +33,35 @@ class Embedding(Module):
         """ids (T,) -> (T, C)."""
         weight = self.weight
         if isinstance(weight, QuantizedTensor):
-            return kernels.quantized_embedding(ids, weight.data, weight.qtype, self._dtype)
+            return self._scaled(kernels.quantized_embedding(ids, weight.data, weight.qtype, dtype=self._dtype), weight)
         return kernels.embedding(ids, weight, self._dtype)
+
+    @staticmethod
+    def _scaled(rows: Tensor, weight: QuantizedTensor) -> Tensor:
+        return rows if weight.scale is None else kernels.multiply(rows, weight.scale)
+
+
+class PositionEmbedding(Embedding):
+    """Learned positions. The first `offset` rows of the table belong to none."""
+
+    def __init__(self, num_rows: int, width: int, *, offset: int = 0) -> None:
+        super().__init__(num_rows, width)
+        self._offset = offset
+
+    def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
+        """Take the table from row `offset` on."""
+        super().set_tensors(tensors, placement)
+        start = self._offset
+        weight = self.weight
+        self.weight = weight.rows(slice(start, None)) if isinstance(weight, QuantizedTensor) else weight[start:]
 
 
 class LMHead(Module):
     """Hidden states to logits. With `tied_to`, multiplies by that embedding and expects no tensor of its own."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, tied_to: Embedding | None = None, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, tied_to: Embedding | None = None, bias: bool = False
+    ) -> None:
         self._shape = (vocab_size, hidden_size)
         self._tied_to = tied_to
         self._has_bias = bias
@@ -51,6 +72,12 @@ class LMHead(Module):
     def is_tied(self) -> bool:
         """Whether the weight is the embedding's."""
         return self._tied_to is not None
+
+    @property
+    def tied_weight(self) -> Weight:
+        """The embedding's weight; only for a tied head."""
+        assert self._tied_to is not None
+        return self._tied_to.weight
 
     def slots(self) -> list[TensorSlot]:
         """weight unless tied, and bias if there is one."""

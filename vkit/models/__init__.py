@@ -69,9 +69,7 @@ def create_model(checkpoint: ModelCheckpoint, config: ModelConfig) -> CausalLM:
     return model_class(checkpoint.architecture)(HFConfig(checkpoint.config), config)
 
 
-def build_model(
-    checkpoint: ModelCheckpoint, config: ModelConfig, progress: ProgressCallback | None = None
-) -> CausalLM:
+def build_model(checkpoint: ModelCheckpoint, config: ModelConfig, progress: ProgressCallback | None = None) -> CausalLM:
     """The model with its weights.
 
     Raises:

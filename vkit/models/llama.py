@@ -1,4 +1,7 @@
-"""Llama, and Mistral, which is Llama with an optional sliding window. Source: Touvron et al. 2023; Jiang et al. 2023."""
+"""Llama; and Mistral, which is Llama with an optional sliding window.
+
+Source: Touvron et al. 2023; Jiang et al. 2023.
+"""
 
 from __future__ import annotations
 

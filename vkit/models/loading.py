@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from vkit.errors import CheckpointError
-from vkit.layers import Module, Placement, TensorSlot
+from vkit.layers import Placement, TensorSlot
 from vkit.models.base import CausalLM, ModelCheckpoint, ProgressCallback
 from vkit.quantization import QuantizedTensor, Weight
 

@@ -8,12 +8,9 @@ from itertools import groupby
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from vkit import kernels
 from vkit.quantization.tensor import QuantizedTensor, Weight, concat_rows
-
-_HALF_TYPES = {torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class LinearMethod(Protocol):
@@ -62,12 +59,7 @@ class DenseLinear:
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
-        if x.dtype == self.weight.dtype:
-            return functional.linear(x, self.weight, bias)
-        if self.weight.dtype in _HALF_TYPES and self.weight.is_contiguous():
-            packed = self.weight.view(torch.uint8)
-            return kernels.quantized_linear(x, packed, _HALF_TYPES[self.weight.dtype], bias)
-        return functional.linear(x, self.weight.to(x.dtype), bias)
+        return kernels.linear(x, self.weight, bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,8 +95,8 @@ class GGUFLinear:
         weight = self.weight
         if weight.scale is None:
             return kernels.quantized_linear(x, weight.data, weight.qtype, bias)
-        y = kernels.quantized_linear(x, weight.data, weight.qtype, None) * weight.scale.to(x.dtype)
-        return y if bias is None else y + bias
+        y = kernels.multiply(kernels.quantized_linear(x, weight.data, weight.qtype, None), weight.scale)
+        return y if bias is None else kernels.add(y, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +128,8 @@ class StackedLinear:
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
         sizes = [part.out_features for part in self.parts]
-        biases = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
-        return torch.cat([part.apply(x, piece) for part, piece in zip(self.parts, biases, strict=True)], dim=-1)
+        biases = [None] * len(sizes) if bias is None else list(bias.split(sizes))
+        return kernels.concat([part.apply(x, piece) for part, piece in zip(self.parts, biases, strict=True)])
 
 
 def linear_method_for(weight: Weight) -> LinearMethod:

@@ -1,0 +1,178 @@
+"""Golden checkpoints and a scheduler small enough to be obviously right."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from vkit.cache.groups import CacheKind
+from vkit.models import CausalLM, build_model
+from vkit.runner import Runner
+from vkit.sequence import Plan, ScheduledSequence, Sequence
+from vkit.types import SamplingParams
+
+
+def shared_folder() -> Path:
+    """../shared beside the repository."""
+    return Path(__file__).resolve().parents[3] / "shared"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The part of EngineConfig that models and runners read."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    max_model_len: int = 128
+    block_size: int = 16
+    max_num_seqs: int = 4
+
+
+class TinyCheckpoint:
+    """A safetensors file and a config.json, shaped like a Checkpoint; tensors may be replaced or removed."""
+
+    def __init__(self, path: Path, dtype: torch.dtype | None = None, **config: Any) -> None:
+        self.path = path
+        self.config = {**json.loads((path / "config.json").read_text()), **config}
+        self.architecture = self.config["architectures"][0]
+        self.tensors = load_file(path / "model.safetensors")
+        if dtype is not None:
+            self.tensors = {name: tensor.to(dtype) for name, tensor in self.tensors.items()}
+
+    @property
+    def num_weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def tensor_names(self) -> set[str]:
+        return set(self.tensors)
+
+    def tensor_info(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def load(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+@dataclass
+class Golden:
+    """A golden's tensors: prompt, logits at each of its positions, greedy continuation, for two prompts."""
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+
+    def prompt(self, suffix: str = "") -> list[int]:
+        return self.tensors[f"input_ids{suffix}"].tolist()
+
+    def logits(self, suffix: str = "") -> torch.Tensor:
+        return self.tensors[f"logits{suffix}"]
+
+    def greedy(self, suffix: str = "") -> list[int]:
+        return self.tensors[f"greedy{suffix}"].tolist()
+
+
+@pytest.fixture(scope="session")
+def golden_path() -> Callable[[str], Path]:
+    def path(name: str) -> Path:
+        return shared_folder() / "goldens" / "models" / name
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def load_golden(golden_path: Callable[[str], Path]) -> Callable[[str], Golden]:
+    def load(name: str) -> Golden:
+        with safe_open(golden_path(name) / "golden.safetensors", "pt") as file:
+            return Golden(name, {key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def load_model(golden_path: Callable[[str], Path]) -> Callable[..., CausalLM]:
+    def load(name: str, options: Options, weight_dtype: torch.dtype | None = None) -> CausalLM:
+        return build_model(TinyCheckpoint(golden_path(name), weight_dtype), options)
+
+    return load
+
+
+@dataclass
+class Driver:
+    """Runs prompts through a runner, chunk by chunk, with blocks handed out in random order and taken back."""
+
+    runner: Runner
+    options: Options
+    num_blocks: int
+    rng: random.Random
+    free: list[int] = field(default_factory=list)
+    step: int = 0
+    finished: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(1, self.num_blocks))
+        self.rng.shuffle(self.free)
+
+    def start(self, name: str, prompt: list[int]) -> Sequence:
+        groups = len(self.runner.store.groups)
+        params = SamplingParams(temperature=0.0)
+        return Sequence(name, list(prompt), len(prompt), params, 0.0, block_ids=[[] for _ in range(groups)])
+
+    def share(self, sequence: Sequence, chunk: int, *, all_logits: bool = False) -> ScheduledSequence:
+        """The next `chunk` tokens of a sequence, with blocks for them."""
+        start = sequence.num_computed_tokens
+        count = min(chunk, sequence.num_tokens - start)
+        for group, block_ids in zip(self.runner.store.groups, sequence.block_ids, strict=True):
+            if group.kind is CacheKind.SLIDING:
+                self._give_back(block_ids, max(0, start - group.window + 1) // self.options.block_size)
+            if group.kind is not CacheKind.STATE:
+                while len(block_ids) * self.options.block_size < start + count:
+                    block_ids.append(self.free.pop())
+        sequence.num_computed_tokens += count
+        samples = sequence.num_computed_tokens == sequence.num_tokens
+        return ScheduledSequence(sequence, start, count, count if all_logits else int(samples), samples)
+
+    def run(self, shares: list[ScheduledSequence]) -> list[torch.Tensor]:
+        """One step; the logits of each share."""
+        plan = Plan(self.step, shares, self.finished)
+        self.step, self.finished = self.step + 1, []
+        logits = self.runner.forward(plan)
+        assert logits.dtype == torch.float32
+        return list(logits.split([item.num_logits for item in shares]))
+
+    def finish(self, sequence: Sequence) -> None:
+        for block_ids in sequence.block_ids:
+            self._give_back(block_ids, len(block_ids))
+        self.finished.append(sequence.id)
+
+    def _give_back(self, block_ids: list[int], count: int) -> None:
+        """Free the first blocks, poison what they held, and leave the null block in the table."""
+        for index in range(min(count, len(block_ids))):
+            if block_ids[index]:
+                self.free.insert(self.rng.randrange(len(self.free) + 1), block_ids[index])
+                for slab in self.runner.store.slabs:
+                    slab[block_ids[index]] = 255  # every float of these bytes is NaN
+                block_ids[index] = 0
+
+
+@pytest.fixture
+def make_driver() -> Callable[..., Driver]:
+    def make(model: CausalLM, options: Options, num_blocks: int = 200, seed: int = 0) -> Driver:
+        runner = Runner(model, options, num_blocks)
+        for slab in runner.store.slabs:
+            slab.fill_(255)  # reading a slot that was never written shows as NaN
+        return Driver(runner, options, num_blocks, random.Random(seed))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_options() -> type[Options]:
+    return Options

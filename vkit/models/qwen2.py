@@ -1,0 +1,34 @@
+"""Qwen2: Llama with biases on queries, keys and values, and a window on the later layers if asked for."""
+
+from __future__ import annotations
+
+from vkit.layers import Attention
+from vkit.models.hf_config import HFConfig
+from vkit.models.llama import LlamaForCausalLM
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Qwen2 and Qwen2.5."""
+
+    def make_attention(self, layer: int) -> Attention:
+        """The attention of one block."""
+        config = self.config
+        return Attention(
+            layer,
+            config.integer("hidden_size"),
+            config.integer("num_attention_heads"),
+            config.num_kv_heads,
+            config.head_dim,
+            rotary=self.rotary,
+            bias=True,
+            window=window_of(config, layer),
+        )
+
+
+def window_of(config: HFConfig, layer: int) -> int | None:
+    """The window of a layer: none unless `use_sliding_window`, then on the layers from `max_window_layers` on."""
+    if not config.flag("use_sliding_window", default=False):
+        return None
+    types = config.layer_types(layer + 1)
+    is_sliding = types[layer] == "sliding_attention" if types else layer >= config.integer("max_window_layers")
+    return config.integer("sliding_window") if is_sliding else None
