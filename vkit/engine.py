@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,18 +24,20 @@ from vkit.cache.prefix import BlockHasher
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import EngineRequest
 from vkit.logits import BatchLogitsProcessor
-from vkit.metrics import SLEEP_STATES, EngineMetrics, MetricFamily, Sample, gauge
+from vkit.metrics import SLEEP_STATES, EngineMetrics, EngineStats, MetricFamily, Sample, gauge
 from vkit.outputs import OutputProcessor
 from vkit.sampler import Sampler
 from vkit.scheduler import Scheduler, SchedulerLimits
 from vkit.sequence import Plan, Sequence, SequenceUpdate
-from vkit.text import Tokenizer
+from vkit.text.tokenizer import Tokenizer
 from vkit.types import CompletionOutput, FinishReason, RequestOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger("vkit.engine")
+
+MAX_UNREAD_STEPS = 65536
 
 
 class ForwardPass(Protocol):
@@ -125,6 +128,11 @@ class Engine:
         self.sampler = Sampler(settings.vocab_size, logprobs_mode=settings.logprobs_mode, plugins=plugins)
         self.outputs = OutputProcessor(tokenizer, self.metrics, clock=clock)
         self.sleep_level = 0
+        self.is_stalled = False
+        """Set while requests wait for something other than a step, such as a grammar being compiled."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called from other threads when something a request waited for is ready."""
+        self._step_tokens: deque[int] = deque(maxlen=MAX_UNREAD_STEPS)
         self._clock = clock
         self._seeds = random.Random(settings.seed)
         self._num_requests = 0
@@ -170,6 +178,8 @@ class Engine:
         for sequence in sequences:
             owned.append(sequence.id)
             self._owners[sequence.id] = request.id
+            if sequence.pending_grammar is not None:
+                sequence.pending_grammar.add_done_callback(lambda _: self.wake())
             self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -203,6 +213,7 @@ class Engine:
     def _advance(self) -> list[SequenceUpdate]:
         """Plan, run, sample, book."""
         plan = self._take_plan()
+        self.is_stalled = plan is None
         if plan is None:
             return [SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended()]
         batch = self.runner.prepare(plan)
@@ -313,9 +324,15 @@ class Engine:
         self._pause = None
         self._admit_held()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all reusable prefixes; False while any request holds blocks."""
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget all reusable prefixes; False while any request holds blocks.
+
+        With `reset_running_requests` those give up their blocks first and compute them again.
+        """
         self._settle()
+        if reset_running_requests:
+            self.scheduler.preempt_all(self._next_plan)
+            self._next_plan = None
         return self.cache.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
@@ -378,13 +395,41 @@ class Engine:
 
     def _observe_step(self, plan: Plan, num_corrupted: int) -> None:
         metrics = self.metrics
-        metrics.step_tokens.observe(plan.num_tokens)
+        num_tokens = plan.num_tokens
+        metrics.step_tokens.observe(num_tokens)
+        self._step_tokens.append(num_tokens)
         if num_corrupted:
             metrics.corrupted.add(num_corrupted)
         stats = self.cache.stats
         metrics.prefix_cache_queries.value = stats.num_queries
         metrics.prefix_cache_hits.value = stats.num_hits
         metrics.preemptions.value = self.scheduler.num_preemptions
+
+    def _cache_settings(self) -> dict[str, str]:
+        settings = self.settings
+        return {
+            "block_size": str(settings.block_size),
+            "num_gpu_blocks": str(settings.num_blocks),
+            "enable_prefix_caching": str(settings.enable_prefix_caching),
+            "prefix_caching_hash_algo": settings.prefix_caching_hash_algo,
+        }
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters in short."""
+        step_tokens = [self._step_tokens.popleft() for _ in range(len(self._step_tokens))]
+        metrics = self.metrics
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting + len(self._held),
+            num_waiting_deferred=self.scheduler.num_deferred + len(self._held),
+            kv_cache_usage=self.pool.usage,
+            prefix_cache_queries=int(metrics.prefix_cache_queries.value),
+            prefix_cache_hits=int(metrics.prefix_cache_hits.value),
+            num_preemptions=int(metrics.preemptions.value),
+            num_corrupted=int(metrics.corrupted.value),
+            iteration_tokens=step_tokens,
+            cache_settings=self._cache_settings(),
+        )
 
     def metric_families(self) -> list[MetricFamily]:
         """A snapshot of everything measured, gauges included."""
@@ -398,20 +443,13 @@ class Engine:
         sleeping = [
             Sample("", {"sleep_state": state}, int(level == self.sleep_level)) for level, state in enumerate(SLEEP_STATES)
         ]
-        settings = self.settings
-        cache_labels = {
-            "block_size": str(settings.block_size),
-            "num_gpu_blocks": str(settings.num_blocks),
-            "enable_prefix_caching": str(settings.enable_prefix_caching),
-            "prefix_caching_hash_algo": settings.prefix_caching_hash_algo,
-        }
         return [
             gauge("vllm:num_requests_running", "Sequences in the running batch", len(scheduler.running)),
             gauge("vllm:num_requests_waiting", "Sequences waiting", waiting),
             MetricFamily("vllm:num_requests_waiting_by_reason", "gauge", "Sequences waiting, by reason", by_reason),
             gauge("vllm:kv_cache_usage_perc", "Share of the cache blocks in use, 0..1", self.pool.usage),
             MetricFamily("vllm:engine_sleep_state", "gauge", "1 for the state the engine is in", sleeping),
-            gauge("vllm:cache_config_info", "Cache settings, as labels", 1, cache_labels),
+            gauge("vllm:cache_config_info", "Cache settings, as labels", 1, self._cache_settings()),
             *self.metrics.families(),
         ]
 

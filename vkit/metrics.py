@@ -6,7 +6,7 @@ Names, labels and buckets are a contract with dashboards. The engine's own threa
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -238,3 +238,22 @@ class SequenceTimes:
     finished: float
     num_output_tokens: int
     num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges and counters in short. Counters only ever grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_deferred: int = 0
+    """Of the waiting, those held back for something else than room (a grammar, a pause)."""
+    kv_cache_usage: float = 0.0
+    """Share of the blocks in use, 0..1."""
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    num_corrupted: int = 0
+    iteration_tokens: Sequence[int] = ()
+    """Tokens of each step since the last read (the latest 65,536 of them)."""
+    cache_settings: Mapping[str, str] = field(default_factory=dict)

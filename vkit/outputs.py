@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from vkit.inputs import EngineRequest
 from vkit.metrics import EngineMetrics, SequenceTimes
 from vkit.sequence import Sequence, SequenceUpdate
-from vkit.text import Detokenizer, StopMatcher, Tokenizer
+from vkit.text.detokenizer import Detokenizer
+from vkit.text.stops import StopMatcher
+from vkit.text.tokenizer import Tokenizer
 from vkit.types import (
     CompletionOutput,
     FinishReason,
@@ -65,9 +67,7 @@ class _Text:
 
     def _matched(self, piece: str) -> tuple[str, str | None]:
         assert self._matcher is not None
-        if self._num_tokens < self._min_tokens:
-            return piece, None  # stop strings are not looked for yet
-        push = self._matcher.push(piece)
+        push = self._matcher.push(piece, armed=self._num_tokens >= self._min_tokens)
         return push.emit, push.matched
 
 

@@ -183,6 +183,19 @@ class Scheduler:
             item.sequence.num_in_flight -= 1
             self._release(item.sequence)
 
+    def preempt_all(self, plan: Plan | None) -> None:
+        """Make every running sequence give up its blocks, and forget the plan made ahead, if any."""
+        for item in plan.scheduled if plan is not None else ():
+            sequence = item.sequence
+            sequence.num_in_flight -= 1
+            if item.samples:
+                sequence.num_output_placeholders -= 1 + item.num_drafts
+            if sequence.is_finished:
+                self._release(sequence)
+        work = _Pass(budget=0, items={})
+        while self.running:
+            self._preempt(self.running[-1], work)
+
     def commit(self, plan: Plan, samples: StepSamples) -> list[SequenceUpdate]:
         """Book a step's tokens; the result names every sequence that got tokens or ended."""
         updates = []
