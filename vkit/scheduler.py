@@ -67,8 +67,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_dropped_tokens = 0
         """Tokens that came back for sequences already ended."""
-        self.is_admitting = True
-        """Cleared to let running sequences go on while new ones wait."""
         self._policy = make_policy(policy, caches_prefixes=cache.caches_prefixes)
         self._sequences: dict[str, Sequence] = {}
         self._deferred: dict[str, Sequence] = {}
@@ -93,9 +91,9 @@ class Scheduler:
         """Whether any sequence has not ended."""
         return bool(self._sequences)
 
-    def sequences(self) -> list[Sequence]:
-        """Every sequence that has not ended."""
-        return list(self._sequences.values())
+    def get(self, sequence_id: str) -> Sequence | None:
+        """The sequence of that id, unless it has ended."""
+        return self._sequences.get(sequence_id)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -146,7 +144,7 @@ class Scheduler:
         self.cache.begin_pass()
         work = _Pass(budget=self.limits.max_num_batched_tokens, items={})
         self._schedule_running(work)
-        if not work.num_preempted and self.is_admitting:
+        if not work.num_preempted:
             self._admit_waiting(work)
             if not work.items:
                 self._fail_if_stuck()
@@ -176,6 +174,27 @@ class Scheduler:
             else:
                 kept.append(item)
         plan.scheduled = kept
+
+    def discard(self, plan: Plan) -> None:
+        """Forget a plan not yet run, all of whose sequences have ended."""
+        for item in plan.scheduled:
+            assert item.sequence.is_finished, "a plan with live sequences must run"
+            self.cache.take_back_registrations(item.sequence)
+            item.sequence.num_in_flight -= 1
+            self._release(item.sequence)
+
+    def preempt_all(self, plan: Plan | None) -> None:
+        """Make every running sequence give up its blocks, and forget the plan made ahead, if any."""
+        for item in plan.scheduled if plan is not None else ():
+            sequence = item.sequence
+            sequence.num_in_flight -= 1
+            if item.samples:
+                sequence.num_output_placeholders -= 1 + item.num_drafts
+            if sequence.is_finished:
+                self._release(sequence)
+        work = _Pass(budget=0, items={})
+        while self.running:
+            self._preempt(self.running[-1], work)
 
     def commit(self, plan: Plan, samples: StepSamples) -> list[SequenceUpdate]:
         """Book a step's tokens; the result names every sequence that got tokens or ended."""

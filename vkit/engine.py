@@ -1,0 +1,477 @@
+"""One model serving many requests: plan a step, run it, choose tokens, book them.
+
+The engine is used from one thread. It knows no event loop, no HTTP and no files; `vkit.loading` builds one from a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vkit.cache.blocks import BlockLifetimes, BlockPool
+from vkit.cache.events import CacheEvents
+from vkit.cache.groups import CacheGroup, CacheKind
+from vkit.cache.manager import KVCacheManager
+from vkit.cache.prefix import BlockHasher
+from vkit.errors import InvalidRequest, UsageError
+from vkit.inputs import EngineRequest
+from vkit.logits import BatchLogitsProcessor
+from vkit.metrics import SLEEP_STATES, EngineMetrics, EngineStats, MetricFamily, Sample, gauge
+from vkit.outputs import OutputProcessor
+from vkit.sampler import Sampler
+from vkit.scheduler import Scheduler, SchedulerLimits
+from vkit.sequence import Plan, Sequence, SequenceUpdate
+from vkit.text.tokenizer import Tokenizer
+from vkit.types import CompletionOutput, FinishReason, RequestOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger("vkit.engine")
+
+MAX_UNREAD_STEPS = 65536
+
+
+class ForwardPass(Protocol):
+    """The part of a runner the engine needs."""
+
+    def prepare(self, plan: Plan) -> Any:
+        """Host work of a step; must be done before the next plan is made."""
+
+    def execute(self, batch: Any) -> Tensor:
+        """Logits (R, V) float32 of a prepared step."""
+
+
+class SleepControl(Protocol):
+    """What a runner that can sleep adds."""
+
+    def sleep(self, level: int) -> None:
+        """Give up the cache, and at level 2 the weights."""
+
+    def wake_up(self, tags: frozenset[str]) -> None:
+        """Bring back "weights", "kv_cache" or both."""
+
+
+class PauseMode(StrEnum):
+    """What happens to requests under way when generation is paused."""
+
+    ABORT = "abort"
+    WAIT = "wait"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """What the engine itself needs to know; the rest is in the parts it is given."""
+
+    limits: SchedulerLimits
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    scheduling_policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+    prefix_caching_hash_algo: str = "sha256"
+    prefix_caching_seed: str | None = None
+    async_scheduling: bool = False
+    logprobs_mode: str = "raw_logprobs"
+    seed: int | None = None
+    measures_blocks: bool = False
+
+
+class Engine:
+    """Requests in, outputs out, one step at a time."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        runner: ForwardPass,
+        groups: list[CacheGroup],
+        tokenizer: Tokenizer | None,
+        *,
+        plugins: Iterable[BatchLogitsProcessor] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if settings.enable_prefix_caching and any(group.kind is CacheKind.STATE for group in groups):
+            _check_copies_states(runner)
+        self.settings = settings
+        self.runner = runner
+        self.metrics = EngineMetrics(settings.limits.max_model_len, measures_blocks=settings.measures_blocks)
+        self.events = CacheEvents()
+        self.pool = BlockPool(settings.num_blocks, self.events)
+        if settings.measures_blocks:
+            lifetime, idle, gap = self.metrics.blocks
+            self.pool.lifetimes = BlockLifetimes(
+                lambda lived, idled: (lifetime.observe(lived), idle.observe(idled))[0], gap.observe, clock
+            )
+        hasher = None
+        if settings.enable_prefix_caching:
+            hasher = BlockHasher(
+                settings.block_size, settings.prefix_caching_hash_algo, seed=settings.prefix_caching_seed
+            )
+        self.cache = KVCacheManager(
+            groups,
+            self.pool,
+            block_size=settings.block_size,
+            max_model_len=settings.limits.max_model_len,
+            max_step_tokens=settings.limits.max_num_batched_tokens,
+            hasher=hasher,
+        )
+        self.scheduler = Scheduler(settings.limits, self.cache, policy=settings.scheduling_policy, clock=clock)
+        self.sampler = Sampler(settings.vocab_size, logprobs_mode=settings.logprobs_mode, plugins=plugins)
+        self.outputs = OutputProcessor(tokenizer, self.metrics, clock=clock)
+        self.sleep_level = 0
+        self.is_stalled = False
+        """Set while requests wait for something other than a step, such as a grammar being compiled."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called from other threads when something a request waited for is ready."""
+        self._step_tokens: deque[int] = deque(maxlen=MAX_UNREAD_STEPS)
+        self._clock = clock
+        self._seeds = random.Random(settings.seed)
+        self._num_requests = 0
+        self._ids: dict[str, list[str]] = {}
+        """Caller's request id -> ids of its unfinished sequences."""
+        self._owners: dict[str, str] = {}
+        self._held: list[EngineRequest] = []
+        self._pause: PauseMode | None = None
+        self._ready: list[RequestOutput] = []
+        self._pending_updates: list[SequenceUpdate] = []
+        self._next_plan: Plan | None = None
+        self._awake_parts: frozenset[str] = frozenset()
+        self._shadow = ThreadPoolExecutor(1, "vkit-shadow") if settings.async_scheduling else None
+
+    # Requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could bring something forward."""
+        if self._ready or self._pending_updates or (self._next_plan is not None and not self._is_frozen):
+            return True
+        return self.scheduler.has_unfinished and not self._is_frozen
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests not yet ended, held ones included."""
+        return len(self._ids) + len(self._held)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests are held back."""
+        return self._pause is not None or self.sleep_level > 0
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Take in a request; its outputs come out of later steps. While paused it is held."""
+        if self.is_paused:
+            self._held.append(request)
+            return
+        sequences = self._sequences_of(request)
+        keeps_logprobs = request.params.logprobs is not None or bool(request.params.logprob_token_ids)
+        self.outputs.add(request, sequences, keeps_logprobs=keeps_logprobs)
+        owned = self._ids.setdefault(request.id, [])
+        for sequence in sequences:
+            owned.append(sequence.id)
+            self._owners[sequence.id] = request.id
+            if sequence.pending_grammar is not None:
+                sequence.pending_grammar.add_done_callback(lambda _: self.wake())
+            self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever state it is. Unknown and ended ones are passed over."""
+        for held in [request for request in self._held if request.id == request_id]:
+            self._held.remove(held)
+            self._ready.append(_aborted(held))
+        ended = []
+        for sequence_id in list(self._ids.get(request_id, ())):
+            sequence = self.scheduler.get(sequence_id)
+            if sequence is not None:
+                self.scheduler.finish(sequence, FinishReason.ABORT)
+                ended.append(SequenceUpdate(sequence, []))
+        self._report(ended)
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for request_id in [request.id for request in self._held] + list(self._ids):
+            self.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return what callers may see of it. Empty when nothing can go on."""
+        can_advance = not self._is_frozen and self.scheduler.has_unfinished
+        if can_advance:
+            self._report(self._advance())
+        if not can_advance or self._next_plan is None or not self.scheduler.has_unfinished:
+            self._settle()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _advance(self) -> list[SequenceUpdate]:
+        """Plan, run, sample, book."""
+        plan = self._take_plan()
+        self.is_stalled = plan is None
+        if plan is None:
+            return [SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended()]
+        batch = self.runner.prepare(plan)
+        shadow = self._start_shadow()
+        try:
+            logits = self.runner.execute(batch)
+        finally:
+            if shadow is not None:
+                self._next_plan = shadow.result()
+        samples = self.sampler.sample(logits, plan)
+        self._observe_step(plan, samples.num_corrupted)
+        updates = self.scheduler.commit(plan, samples)
+        updates.extend(SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended())
+        return updates
+
+    def _take_plan(self) -> Plan | None:
+        plan, self._next_plan = self._next_plan, None
+        if plan is not None:
+            self.scheduler.drop_finished(plan)
+            if plan.scheduled:
+                return plan
+        return self.scheduler.schedule()
+
+    def _start_shadow(self) -> Future[Plan | None] | None:
+        """While the forward pass runs: show the last step's tokens to callers, and plan the next step."""
+        if self._shadow is None:
+            return None
+        return self._shadow.submit(self._work_in_shadow)
+
+    def _work_in_shadow(self) -> Plan | None:
+        self._flush()
+        return self.scheduler.schedule()
+
+    def _report(self, updates: list[SequenceUpdate]) -> None:
+        """Hand news to the output side: now, or in the shadow of the next forward pass."""
+        self._pending_updates.extend(updates)
+        if self._shadow is None:
+            self._flush()
+
+    def _flush(self) -> None:
+        updates, self._pending_updates = self._pending_updates, []
+        if not updates:
+            return
+        outputs, stops = self.outputs.process(updates)
+        for found in stops:
+            self.scheduler.finish(found.sequence, FinishReason.STOP, stop_reason=found.stop)
+        for update in updates:
+            if update.sequence.is_finished:
+                self._forget(update.sequence)
+        self._ready.extend(outputs)
+
+    def _forget(self, sequence: Sequence) -> None:
+        request_id = self._owners.pop(sequence.id, None)
+        if request_id is not None:
+            owned = self._ids[request_id]
+            owned.remove(sequence.id)
+            if not owned:
+                del self._ids[request_id]
+
+    def _sequences_of(self, request: EngineRequest) -> list[Sequence]:
+        """One sequence per output; they share the prompt through the prefix cache."""
+        self._num_requests += 1
+        params = request.params
+        count = max(params.n, params.best_of or 1)
+        if count > params.n and params.logprobs is None:
+            params = params.with_(logprobs=0)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        sequences = []
+        for index in range(count):
+            own = params.with_(prompt_logprobs=None) if index and params.prompt_logprobs is not None else params
+            skips_cache = own.prompt_logprobs is not None or own.skip_reading_prefix_cache is True
+            sequences.append(
+                Sequence(
+                    id=f"{request.id}#{self._num_requests}.{index}",
+                    token_ids=list(request.prompt_token_ids),
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    params=own,
+                    arrival_time=request.arrival_time,
+                    priority=request.priority,
+                    eos_token_id=request.eos_token_id,
+                    stop_token_ids=request.stop_token_ids,
+                    max_total_tokens=request.max_total_tokens,
+                    cache_salt=request.cache_salt,
+                    seed=seed + index,
+                    bad_word_ids=request.bad_word_ids,
+                    reads_prefix_cache=not skips_cache,
+                    pending_grammar=request.compile_grammar() if request.compile_grammar is not None else None,
+                    prompt_logprobs=[None] if own.prompt_logprobs is not None else [],
+                )
+            )
+        return sequences
+
+    # Control
+
+    @property
+    def _is_frozen(self) -> bool:
+        return self._pause is PauseMode.KEEP or self.sleep_level > 0
+
+    def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        """Hold new requests back; those under way are aborted, finished, or kept where they are."""
+        self._pause = mode
+        if mode is PauseMode.ABORT:
+            for request_id in list(self._ids):
+                self.abort(request_id)
+
+    def resume(self) -> None:
+        """Go on where `pause` left off, and let held requests in."""
+        self._pause = None
+        self._admit_held()
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget all reusable prefixes; False while any request holds blocks.
+
+        With `reset_running_requests` those give up their blocks first and compute them again.
+        """
+        self._settle()
+        if reset_running_requests:
+            self.scheduler.preempt_all(self._next_plan)
+            self._next_plan = None
+        return self.cache.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Abort what runs and give memory back: level 1 the cache (weights stay in host memory), level 2 both.
+
+        Raises:
+            InvalidRequest: a level other than 1 and 2.
+        """
+        if level not in (1, 2):
+            raise InvalidRequest(f"level: expected 1 or 2, got {level!r}", param="level")
+        for request_id in list(self._ids):
+            self.abort(request_id)
+        self._settle()
+        self.cache.reset_prefix_cache()
+        _sleeper(self.runner).sleep(level)
+        self.sleep_level = level
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take memory again: "weights", "kv_cache", or by default both. Awake once nothing is missing.
+
+        Raises:
+            InvalidRequest: an unknown tag.
+        """
+        wanted = frozenset(tags or ("weights", "kv_cache"))
+        unknown = wanted - {"weights", "kv_cache"}
+        if unknown:
+            raise InvalidRequest(f"tags: expected weights or kv_cache, got {sorted(unknown)}", param="tags")
+        if self.sleep_level == 0:
+            return
+        _sleeper(self.runner).wake_up(wanted)
+        self._awake_parts |= wanted
+        missing = frozenset(("weights", "kv_cache") if self.sleep_level == 2 else ("kv_cache",))
+        if missing <= self._awake_parts:
+            self._awake_parts = frozenset()
+            self.sleep_level = 0
+            self._admit_held()
+
+    def close(self) -> None:
+        """End what runs and stop the helper thread."""
+        self.abort_all()
+        self._settle()
+        if self._shadow is not None:
+            self._shadow.shutdown()
+
+    def _admit_held(self) -> None:
+        if self.is_paused:
+            return
+        held, self._held = self._held, []
+        for request in held:
+            self.add_request(request)
+
+    def _settle(self) -> None:
+        """Show what is left to show; forget a plan made ahead for sequences that have all ended since."""
+        self._flush()
+        if self._next_plan is not None and not self.scheduler.has_unfinished:
+            self.scheduler.discard(self._next_plan)
+            self._next_plan = None
+
+    # Metrics
+
+    def _observe_step(self, plan: Plan, num_corrupted: int) -> None:
+        metrics = self.metrics
+        num_tokens = plan.num_tokens
+        metrics.step_tokens.observe(num_tokens)
+        self._step_tokens.append(num_tokens)
+        if num_corrupted:
+            metrics.corrupted.add(num_corrupted)
+        stats = self.cache.stats
+        metrics.prefix_cache_queries.value = stats.num_queries
+        metrics.prefix_cache_hits.value = stats.num_hits
+        metrics.preemptions.value = self.scheduler.num_preemptions
+
+    def _cache_settings(self) -> dict[str, str]:
+        settings = self.settings
+        return {
+            "block_size": str(settings.block_size),
+            "num_gpu_blocks": str(settings.num_blocks),
+            "enable_prefix_caching": str(settings.enable_prefix_caching),
+            "prefix_caching_hash_algo": settings.prefix_caching_hash_algo,
+        }
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters in short."""
+        step_tokens = [self._step_tokens.popleft() for _ in range(len(self._step_tokens))]
+        metrics = self.metrics
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting + len(self._held),
+            num_waiting_deferred=self.scheduler.num_deferred + len(self._held),
+            kv_cache_usage=self.pool.usage,
+            prefix_cache_queries=int(metrics.prefix_cache_queries.value),
+            prefix_cache_hits=int(metrics.prefix_cache_hits.value),
+            num_preemptions=int(metrics.preemptions.value),
+            num_corrupted=int(metrics.corrupted.value),
+            iteration_tokens=step_tokens,
+            cache_settings=self._cache_settings(),
+        )
+
+    def metric_families(self) -> list[MetricFamily]:
+        """A snapshot of everything measured, gauges included."""
+        scheduler = self.scheduler
+        waiting = scheduler.num_waiting + len(self._held)
+        deferred = scheduler.num_deferred + len(self._held)
+        by_reason = [
+            Sample("", {"reason": "capacity"}, waiting - deferred),
+            Sample("", {"reason": "deferred"}, deferred),
+        ]
+        sleeping = [
+            Sample("", {"sleep_state": state}, int(level == self.sleep_level)) for level, state in enumerate(SLEEP_STATES)
+        ]
+        return [
+            gauge("vllm:num_requests_running", "Sequences in the running batch", len(scheduler.running)),
+            gauge("vllm:num_requests_waiting", "Sequences waiting", waiting),
+            MetricFamily("vllm:num_requests_waiting_by_reason", "gauge", "Sequences waiting, by reason", by_reason),
+            gauge("vllm:kv_cache_usage_perc", "Share of the cache blocks in use, 0..1", self.pool.usage),
+            MetricFamily("vllm:engine_sleep_state", "gauge", "1 for the state the engine is in", sleeping),
+            gauge("vllm:cache_config_info", "Cache settings, as labels", 1, self._cache_settings()),
+            *self.metrics.families(),
+        ]
+
+
+def _sleeper(runner: Any) -> SleepControl:
+    if not hasattr(runner, "sleep") or not hasattr(runner, "wake_up"):
+        raise InvalidRequest("sleep: this engine's runner cannot give its memory back")
+    sleeper: SleepControl = runner
+    return sleeper
+
+
+def _check_copies_states(runner: object) -> None:
+    if not getattr(runner, "copies_states", False):
+        raise UsageError(
+            "--enable-prefix-caching: this model has recurrent layers, whose states cannot be reused between requests yet"
+        )
+
+
+def _aborted(request: EngineRequest) -> RequestOutput:
+    """The only output of a request that never started."""
+    completions = [
+        CompletionOutput(index=index, text="", token_ids=[], finish_reason=FinishReason.ABORT)
+        for index in range(request.params.n)
+    ]
+    return RequestOutput(request.id, request.prompt, request.prompt_token_ids, completions, finished=True)

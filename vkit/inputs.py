@@ -1,0 +1,280 @@
+"""Turns what a caller hands in into a request the engine can run: text to ids, limits checked, defaults filled.
+
+Runs in the caller's thread, before the request reaches the engine: nothing here may slow a step down, and nothing a
+client can send gets past it unchecked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from vkit.errors import InvalidRequest
+from vkit.sequence import Grammar
+from vkit.types import WHOLE_VOCABULARY, OutputKind, SamplingParams, StructuredOutputs
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, the last two with an optional "cache_salt"."""
+
+TruncationSide = Literal["left", "right"]
+
+GrammarCompiler = Callable[[StructuredOutputs], Future[Grammar]]
+"""Checks a constraint (InvalidRequest at once) and compiles it on another thread."""
+
+RequestCheck = Callable[[SamplingParams], None]
+"""Raises InvalidRequest for parameters a plug-in cannot serve."""
+
+
+class TextEncoder(Protocol):
+    """The part of a tokenizer that input processing needs."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The primary end of sequence."""
+
+    @property
+    def eos_token_ids(self) -> Any:
+        """All ids that end generation."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of the text."""
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """A checked request. `id` is the caller's; the engine makes it unique for itself."""
+
+    id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    max_total_tokens: int
+    priority: int = 0
+    cache_salt: str | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    eos_token_id: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    compile_grammar: Callable[[], Future[Grammar]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How a prompt becomes token ids."""
+
+    add_special_tokens: bool = True
+    parse_special: bool = False
+    truncate_prompt_tokens: int | None = None
+    """Keep at most this many prompt tokens; -1 keeps as many as the context allows."""
+    truncation_side: TruncationSide = "left"
+    """The side that is cut: "left" keeps the last tokens, "right" the first."""
+    max_logprobs: int | None = None
+    """Overrides the engine's limit on log-probabilities; -1 lifts it."""
+
+
+DEFAULT_PROMPT_OPTIONS = PromptOptions()
+
+
+@dataclass(slots=True)
+class InputProcessor:
+    """Checks requests against one model's limits."""
+
+    max_model_len: int
+    vocab_size: int
+    tokenizer: TextEncoder | None
+    """None: prompts are token ids only."""
+    max_logprobs: int = 20
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    compile_grammar: GrammarCompiler | None = None
+    checks: tuple[RequestCheck, ...] = ()
+    has_reasoning_parser: bool = False
+    clock: Callable[[], float] = time.monotonic
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
+    ) -> EngineRequest:
+        """A request ready for the engine.
+
+        Raises:
+            InvalidRequest: anything the engine could not serve; names the field.
+        """
+        arrival_time = self.clock()
+        text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options)
+        token_ids = self._truncated(token_ids, options)
+        self._check_prompt(token_ids)
+        self._check_params(params, options)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequest(f"priority: expected an integer, got {priority!r}", param="priority")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise InvalidRequest(f"cache_salt: expected a non-empty string, got {cache_salt!r}", param="cache_salt")
+        room = self.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        return EngineRequest(
+            id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            arrival_time=arrival_time,
+            max_total_tokens=len(token_ids) + max_tokens,
+            priority=priority,
+            cache_salt=cache_salt,
+            bad_word_ids=self._bad_word_ids(params),
+            eos_token_id=self.tokenizer.eos_token_id if self.tokenizer else None,
+            stop_token_ids=self._stop_token_ids(params),
+            compile_grammar=self._grammar_of(params),
+        )
+
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """Parameters with the model's own recommendations where `given` says nothing."""
+        names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+        names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+        config = self.generation_config
+        defaults = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
+        return SamplingParams(**{**defaults, **given})
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            InvalidRequest: the engine runs without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequest("prompt: this engine has no tokenizer; pass prompt_token_ids", param="prompt")
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
+
+    def _read_prompt(
+        self, prompt: Prompt, cache_salt: str | None, options: PromptOptions
+    ) -> tuple[str | None, list[int], str | None]:
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            if "multi_modal_data" in unknown:
+                raise InvalidRequest("multi_modal_data: this model takes text only", param="multi_modal_data")
+            if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+                raise InvalidRequest(
+                    "prompt: expected exactly one of the keys prompt and prompt_token_ids (and cache_salt);"
+                    f" got {sorted(map(str, prompt))}",
+                    param="prompt",
+                )
+            cache_salt = prompt.get("cache_salt", cache_salt)
+            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            ids = self.encode(
+                prompt, add_special_tokens=options.add_special_tokens, parse_special=options.parse_special
+            )
+            return prompt, ids, cache_salt
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise InvalidRequest(f"prompt: expected text or token ids, got {type(prompt).__name__}", param="prompt")
+        return None, list(prompt), cache_salt
+
+    def _truncated(self, token_ids: list[int], options: PromptOptions) -> list[int]:
+        limit = options.truncate_prompt_tokens
+        if limit is None:
+            return token_ids
+        if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
+            raise InvalidRequest(
+                f"truncate_prompt_tokens: must be at least 1, or -1 for the context's limit; got {limit!r}",
+                param="truncate_prompt_tokens",
+            )
+        if options.truncation_side not in ("left", "right"):
+            raise InvalidRequest(
+                f"truncation_side: expected left or right, got {options.truncation_side!r}", param="truncation_side"
+            )
+        keep = self.max_model_len - 1 if limit == -1 else limit
+        return token_ids[-keep:] if options.truncation_side == "left" else token_ids[:keep]
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequest(
+                "prompt: no tokens; this tokenizer adds no beginning of sequence, so an empty text says nothing",
+                param="prompt",
+            )
+        if len(token_ids) > self.max_model_len - 1:
+            raise InvalidRequest(
+                f"prompt: {len(token_ids)} tokens, but the context of {self.max_model_len} tokens leaves room for at"
+                f" most {self.max_model_len - 1} and one to generate",
+                param="prompt",
+                remedy="shorten the prompt, raise max_model_len, or ask for truncate_prompt_tokens",
+            )
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                raise InvalidRequest(f"prompt: expected token ids, got {token_id!r}", param="prompt")
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            bad = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+            raise InvalidRequest(
+                f"prompt: token id {bad} is outside the vocabulary (0..{self.vocab_size - 1})", param="prompt"
+            )
+
+    def _check_params(self, params: SamplingParams, options: PromptOptions) -> None:
+        params.check_vocabulary(self.vocab_size)
+        limit = self.max_logprobs if options.max_logprobs is None else options.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is None or limit == WHOLE_VOCABULARY:
+                continue
+            if wanted == WHOLE_VOCABULARY or wanted > limit:
+                raise InvalidRequest(
+                    f"{name}: {wanted} asked for, at most {limit} allowed here", param=name, remedy="raise max_logprobs"
+                )
+        if params.best_of is not None and params.best_of > params.n and params.output_kind is not OutputKind.FINAL_ONLY:
+            raise InvalidRequest(
+                "best_of: the best candidates are known at the end only; it cannot be streamed", param="best_of"
+            )
+        if params.thinking_token_budget is not None and not self.has_reasoning_parser:
+            raise InvalidRequest(
+                "thinking_token_budget: needs a reasoning parser, and none is configured", param="thinking_token_budget"
+            )
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            name = "stop" if params.stop else "bad_words"
+            raise InvalidRequest(f"{name}: this engine has no tokenizer", param=name)
+        for check in self.checks:
+            check(params)
+
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word alone, and as it would follow a space where that only changes its first token."""
+        found: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            bare = tuple(self.encode(word, add_special_tokens=False))
+            spaced = tuple(self.encode(" " + word, add_special_tokens=False))
+            if not bare:
+                raise InvalidRequest(f"bad_words: {word!r} has no tokens", param="bad_words")
+            found.append(bare)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+        return tuple(dict.fromkeys(found))
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            configured = self.generation_config.get("eos_token_id")
+            ids.update([configured] if isinstance(configured, int) else configured or ())
+            if self.tokenizer is not None:
+                ids.update(self.tokenizer.eos_token_ids)
+                ids.discard(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
+        ids.update(params.stop_token_ids)
+        return frozenset(ids)
+
+    def _grammar_of(self, params: SamplingParams) -> Callable[[], Future[Grammar]] | None:
+        constraint = params.structured_outputs
+        if constraint is None:
+            return None
+        if self.compile_grammar is None:
+            raise InvalidRequest(
+                "structured_outputs: this engine has no grammar backend", param="structured_outputs"
+            )
+        compile_grammar = self.compile_grammar
+        first: list[Future[Grammar]] = [compile_grammar(constraint)]  # checked now; the first child takes this one
+        return lambda: first.pop() if first else compile_grammar(constraint)

@@ -1,0 +1,408 @@
+"""The blocking face of the engine: lists in, lists out; streams as plain iterators.
+
+Works inside a running event loop as well as outside: the engine has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from vkit.beam_search import BeamSearchParams, beam_search
+from vkit.config import EngineArgs
+from vkit.engine_thread import EngineThread
+from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
+from vkit.inputs import DEFAULT_PROMPT_OPTIONS, Prompt, PromptOptions
+from vkit.loading import LoadedModel, ProgressCallback, load_model
+from vkit.metrics import MetricFamily
+from vkit.scoring import LabelScores, continuation_logprob, label_scores
+from vkit.text.tokenizer import Tokenizer
+from vkit.types import FinishReason, OutputKind, RequestOutput, SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A loaded model. A context manager; every method may be called from any thread.
+
+    Keywords are those of `EngineArgs`; an unknown one is a TypeError.
+    """
+
+    def __init__(self, model: str, *, on_load_progress: ProgressCallback | None = None, **engine_args: Any) -> None:
+        self._open(load_model(EngineArgs(model=str(model), **engine_args), on_load_progress))
+
+    @classmethod
+    def from_loaded(cls, loaded: LoadedModel) -> LLM:
+        """The same around a model that is loaded already; takes ownership."""
+        self = cls.__new__(cls)
+        self._open(loaded)
+        return self
+
+    def _open(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._inputs = loaded.inputs
+        self._thread = EngineThread(loaded.engine)
+        self._names = itertools.count(1)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Generation
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
+    ) -> list[RequestOutput]:
+        """One output per prompt, in the same order. One `params` serves all prompts, a list gives each its own.
+
+        Raises:
+            InvalidRequest: before anything runs; names the field.
+            EngineDeadError: the engine stopped.
+        """
+        listed = _prompt_list(prompts)
+        if params is None:
+            params = self._inputs.default_sampling_params(max_tokens=16)
+        chosen = _one_each("params", params, len(listed), SamplingParams)
+        priorities = _one_each("priority", priority, len(listed), int)
+        requests = [
+            self._inputs.process(
+                prompt,
+                own.with_(output_kind=OutputKind.FINAL_ONLY),
+                request_id=self._name(),
+                priority=place,
+                cache_salt=cache_salt,
+                options=options,
+            )
+            for prompt, own, place in zip(listed, chosen, priorities, strict=True)
+        ]
+        inbox = _Inbox()
+        keys = [self._thread.submit(request, _Slot(inbox, index)) for index, request in enumerate(requests)]
+        results: list[RequestOutput | None] = [None] * len(keys)
+        try:
+            for _ in keys:
+                index, output = inbox.get()
+                results[index] = output
+        finally:
+            for key, result in zip(keys, results, strict=True):
+                if result is None:
+                    self._thread.abort_one(key)
+        return [result for result in results if result is not None]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
+    ) -> Iterator[RequestOutput]:
+        """What is new after each step. Closing the iterator early aborts the request.
+
+        Raises:
+            InvalidRequest: at once, before anything runs.
+        """
+        if params is None:
+            params = self._inputs.default_sampling_params(max_tokens=16)
+        request = self._inputs.process(
+            prompt,
+            params.with_(output_kind=OutputKind.DELTA),
+            request_id=self._name(),
+            priority=priority,
+            cache_salt=cache_salt,
+            options=options,
+        )
+        inbox = _Inbox()
+        key = self._thread.submit(request, _Slot(inbox, 0))
+        return self._deltas(key, inbox)
+
+    def _deltas(self, key: str, inbox: _Inbox) -> Iterator[RequestOutput]:
+        finished = False
+        try:
+            while not finished:
+                _, output = inbox.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._thread.abort_one(key)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """One output per conversation; `messages` is one conversation or a list of them.
+
+        Raises:
+            InvalidRequest: no chat template, no messages, or the template refused them.
+        """
+        conversations: Sequence[Any] = messages
+        if not messages or isinstance(messages[0], Mapping):
+            conversations = [messages]
+        prompts = [
+            self._chat_prompt(conversation, tools, add_generation_prompt, chat_template, chat_template_kwargs)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, params if params is not None else self._chat_params())
+
+    def chat_stream(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """The answer to one conversation as it comes."""
+        prompt = self._chat_prompt(messages, tools, add_generation_prompt, chat_template, chat_template_kwargs)
+        return self.stream(prompt, params if params is not None else self._chat_params())
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """The likeliest `beam_width` continuations of each prompt, best first."""
+        eos_token_id = self._loaded.tokenizer.eos_token_id if self._loaded.tokenizer is not None else None
+        found = []
+        for prompt in _prompt_list(prompts):
+            request = self._inputs.process(prompt, SamplingParams(), request_id=self._name())
+            found.append(
+                beam_search(
+                    request,
+                    params,
+                    self._next_tokens,
+                    eos_token_id=eos_token_id,
+                    decode=self.detokenize if self._loaded.tokenizer is not None else None,
+                    max_model_len=self._inputs.max_model_len,
+                )
+            )
+        return found
+
+    def _next_tokens(self, prompts: list[list[int]], num_logprobs: int) -> list[RequestOutput]:
+        """One token after each prompt, with the likeliest alternatives."""
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, logprobs=num_logprobs, detokenize=False, ignore_eos=True
+        )
+        outputs = self.generate(list(prompts), params, options=PromptOptions(max_logprobs=-1))
+        for output in outputs:
+            _check(output)
+        return outputs
+
+    # Scoring
+
+    def score(self, prompts: str | Sequence[str], continuations: str | Sequence[str]) -> list[float]:
+        """Log-probability of each continuation after its prompt, in nats, summed over the continuation's tokens.
+
+        One prompt may be paired with many continuations, or as many with as many. A continuation is tokenised by
+        itself, so the boundary between the two is a token boundary.
+
+        Raises:
+            InvalidRequest: lists of different lengths, or an empty continuation.
+        """
+        befores = [prompts] if isinstance(prompts, str) else list(prompts)
+        afters = [continuations] if isinstance(continuations, str) else list(continuations)
+        if len(befores) == 1:
+            befores *= len(afters)
+        if len(befores) != len(afters):
+            raise InvalidRequest(f"score: {len(befores)} prompts and {len(afters)} continuations do not pair up")
+        pairs = []
+        for before, after in zip(befores, afters, strict=True):
+            head, tail = self._inputs.encode(before), self._inputs.encode(after, add_special_tokens=False)
+            if not tail or not head:
+                raise InvalidRequest("score: a prompt and a continuation need at least one token each")
+            pairs.append((head, tail))
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        outputs = self.generate([head + tail for head, tail in pairs], params)
+        for output in outputs:
+            _check(output)
+        return [continuation_logprob(output, len(tail)) for output, (_, tail) in zip(outputs, pairs, strict=True)]
+
+    def score_labels(
+        self, prompts: Prompt | Sequence[Prompt], label_token_ids: Sequence[int], *, apply_softmax: bool = True
+    ) -> list[LabelScores]:
+        """How likely each label token is to come next after each prompt.
+
+        With `apply_softmax` probabilities are normalised over the labels only, else over the whole vocabulary.
+
+        Raises:
+            InvalidRequest: no labels, repeated ones, or ids outside the vocabulary.
+        """
+        ids = tuple(label_token_ids)
+        if not ids or len(set(ids)) != len(ids):
+            raise InvalidRequest("label_token_ids: expected at least one id and none twice", param="label_token_ids")
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=ids, detokenize=False)
+        outputs = self.generate(prompts, params)
+        for output in outputs:
+            _check(output)
+        return [label_scores(output, apply_softmax=apply_softmax) for output in outputs]
+
+    # Text
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._loaded.required_tokenizer
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self._inputs.encode(text, add_special_tokens=add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self._loaded.required_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        Raises:
+            InvalidRequest: no chat template, no messages, or the template refused them.
+        """
+        return self._loaded.render_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            variables=chat_template_kwargs,
+        )
+
+    # Control
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all reusable prefixes; False while any request holds blocks."""
+        return self._thread.call(lambda engine: engine.reset_prefix_cache()).result()
+
+    def metrics(self) -> list[MetricFamily]:
+        """A snapshot of everything the engine measures."""
+        return self._loaded.engine.metric_families()
+
+    def sleep(self, level: int = 1) -> None:
+        """Abort what runs and give memory back: level 1 the cache, level 2 the weights too."""
+        self._thread.call(lambda engine: engine.sleep(level)).result()
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take the memory again."""
+        self._thread.call(lambda engine: engine.wake_up(tags)).result()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory was given back and not taken again."""
+        return self._loaded.engine.sleep_level > 0
+
+    def close(self) -> None:
+        """End what runs, stop the engine's thread and free the model. May be called twice."""
+        self._thread.close()
+        self._loaded.close()
+
+    def _name(self) -> str:
+        return f"request-{next(self._names)}"
+
+    def _chat_params(self) -> SamplingParams:
+        given = {} if "max_new_tokens" in self._inputs.generation_config else {"max_tokens": None}
+        return self._inputs.default_sampling_params(**given)
+
+    def _chat_prompt(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        chat_template: str | None,
+        variables: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        token_ids = self._loaded.encode_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            variables=variables,
+        )
+        return {"prompt_token_ids": token_ids}
+
+
+class _Inbox:
+    """Where the outputs of one call arrive."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, RequestOutput | EngineDeadError]] = queue.SimpleQueue()
+
+    def put(self, index: int, item: RequestOutput | EngineDeadError) -> None:
+        self._queue.put((index, item))
+
+    def get(self) -> tuple[int, RequestOutput]:
+        """The next output and its slot.
+
+        Raises:
+            EngineDeadError: the engine stopped.
+        """
+        index, item = self._queue.get()
+        if isinstance(item, EngineDeadError):
+            raise item
+        return index, item
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One request's place in an inbox."""
+
+    inbox: _Inbox
+    index: int
+    mailbox: None = None
+
+    def put(self, output: RequestOutput) -> None:
+        """Take the next output."""
+        self.inbox.put(self.index, output)
+
+    def fail(self, error: EngineDeadError) -> None:
+        """No more will come."""
+        self.inbox.put(self.index, error)
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, from one prompt or several; a list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    if not listed:
+        raise InvalidRequest("prompt: an empty list; expected at least one prompt", param="prompt")
+    return [listed] if isinstance(listed[0], int) else listed
+
+
+def _one_each(name: str, value: Any, count: int, kind: type) -> list[Any]:
+    if isinstance(value, kind):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise InvalidRequest(f"{name}: {len(values)} given for {count} prompts", param=name)
+    return values
+
+
+def _check(output: RequestOutput) -> None:
+    for completion in output.outputs:
+        if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise RequestFailed(f"the request failed: {completion.error or completion.finish_reason}")
