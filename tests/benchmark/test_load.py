@@ -28,7 +28,7 @@ from tests.benchmark.replay import (
 )
 from tests.benchmark.virtual_time import run_virtual
 from vkit.benchmark.arrivals import ClosedLoop, OpenLoop, send_times
-from vkit.benchmark.datasets import LoadedPrompts, Prompt
+from vkit.benchmark.datasets import Prompt
 from vkit.benchmark.load import NO_USAGE, run_load
 from vkit.benchmark.report import RequestRow
 from vkit.benchmark.session import Sweep, Workload, make_requests, measure, submitted_ids
@@ -475,8 +475,7 @@ def test_an_engine_in_this_process_is_measured_by_its_ids() -> None:
 
     async def run() -> list[RequestRecord]:
         assert await target.start() == []
-        loaded = LoadedPrompts([Prompt("three word prompt"), Prompt((49, 2), 9)], [])
-        workload = Workload(source=loaded, temperature=0.5, seed=11)
+        workload = Workload(prompts=[Prompt("three word prompt"), Prompt((49, 2), 9)], temperature=0.5, seed=11)
         records = await run_load(target, await make_requests(target, workload), ClosedLoop(1))
         await target.close()
         return records

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vkit.benchmark.arrivals import Arrivals, ClosedLoop
-from vkit.benchmark.datasets import LoadedPrompts, Prompt, pick
+from vkit.benchmark.datasets import Prompt
 from vkit.benchmark.load import Observer, run_load
 from vkit.benchmark.report import RequestRow, ResultFile, Run, Setting
 from vkit.benchmark.statistics import RequestRecord, Slo, Summary, summarize
@@ -22,12 +22,10 @@ DEFAULT_NUM_BATCHES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What is asked. `source` None makes prompts up; otherwise they are taken from the file's, in order."""
+    """What is asked. `prompts` None makes up `num_prompts` of them."""
 
-    source: LoadedPrompts | None = None
-    source_name: str = ""
-    num_prompts: int | None = None
-    """None: 8, or all of a file that holds fewer."""
+    prompts: Sequence[Prompt] | None = None
+    num_prompts: int = DEFAULT_NUM_PROMPTS
     input_len: int = DEFAULT_INPUT_LEN
     output_len: int | None = None
     """None: what each entry of the file says, else 16."""
@@ -59,17 +57,16 @@ class MeasuredRun:
     batch_size: int | None = None
 
 
-async def make_requests(target: Target, workload: Workload, num_requests: int | None = None) -> list[Request]:
-    """The requests of a run, tokenised where the target can; `num_requests` overrides the workload's own number.
+async def make_requests(target: Target, workload: Workload) -> list[Request]:
+    """The requests of a run, tokenised where the target can.
 
     Raises:
-        UsageError: a file holds fewer prompts than are asked for, or some the target cannot take.
+        UsageError: a prompt that the target cannot take.
     """
-    wanted = num_requests or workload.num_prompts
     prompts: Sequence[Prompt]
-    if workload.source is None:
+    if workload.prompts is None:
         spec = GeneratedPrompts(
-            num_prompts=wanted or DEFAULT_NUM_PROMPTS,
+            num_prompts=workload.num_prompts,
             input_len=workload.input_len,
             prefix_len=workload.prefix_len,
             num_prefixes=workload.num_prefixes,
@@ -77,8 +74,7 @@ async def make_requests(target: Target, workload: Workload, num_requests: int | 
         )
         prompts = await target.generate(spec)
     else:
-        picked = pick(workload.source.prompts, wanted, DEFAULT_NUM_PROMPTS, where=workload.source_name)
-        prompts = [target.prepare(prompt) for prompt in picked]
+        prompts = [target.prepare(prompt) for prompt in workload.prompts]
     return requests_of(
         prompts,
         output_len=workload.output_len,
