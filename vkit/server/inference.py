@@ -1,0 +1,329 @@
+"""Requests in the engine on behalf of one HTTP call: submit, merge, count, and abort when nobody waits any more."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from vkit.errors import RequestFailed
+from vkit.server.engine_protocol import Engine
+from vkit.server.metrics import SequenceClock
+from vkit.server.state import ServerState
+from vkit.types import (
+    CompletionOutput,
+    FinishReason,
+    OutputKind,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
+
+_unique = itertools.count()
+
+
+@dataclass(slots=True)
+class EnginePrompt:
+    """One prompt as the engine gets it. `text` is what it was tokenized from, if it was text."""
+
+    token_ids: list[int]
+    text: str | None
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one choice gained."""
+
+    prompt_index: int
+    index: int
+    """Among the choices of its prompt."""
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    is_first: bool
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole choice."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float = 0.0
+
+
+@dataclass(slots=True)
+class PromptResult:
+    """What became known about one prompt."""
+
+    num_cached_tokens: int = 0
+    logprobs: list[PositionLogprobs | None] | None = None
+    times: RequestMetrics | None = None
+    is_prefilled: bool = False
+
+
+class Run:
+    """The engine's work for one HTTP call. Iterate `deltas` once; closing it early aborts everything unfinished."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        client_id: str,
+        prompts: Sequence[EnginePrompt],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        self.state = state
+        self.engine: Engine = state.engine
+        self.client_id = client_id
+        self.prompts = prompts
+        self.results = [PromptResult() for _ in prompts]
+        self.num_completion_tokens = 0
+        self._priority = priority
+        self._cache_salt = cache_salt
+        self._arrival = time.monotonic()
+        self._ids = [f"{client_id}#{next(_unique)}" for _ in prompts]
+        self._clocks = {
+            (i, k): SequenceClock(self._arrival) for i, prompt in enumerate(prompts) for k in range(prompt.params.n)
+        }
+        self._unfinished = set(self._clocks)
+        state.admit(len(self._clocks))
+        self._observe_asked()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, each prompt counted once whatever its number of choices."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache."""
+        return sum(result.num_cached_tokens for result in self.results)
+
+    def num_tokens_of(self, prompt_index: int, index: int) -> int:
+        """Tokens generated so far for one choice."""
+        return self._clocks[prompt_index, index].num_tokens
+
+    async def deltas(self, interval: int = 1) -> AsyncGenerator[Delta, None]:
+        """What each choice gains, as it comes; at most one delta per `interval` tokens, first and last at once.
+
+        Raises:
+            RequestFailed: a sequence ended in an error of its own.
+        """
+        held: dict[tuple[int, int], Delta] = {}
+        outputs = self._outputs()
+        try:
+            async for delta in outputs:
+                if interval > 1:
+                    key = (delta.prompt_index, delta.index)
+                    merged = _merge(held.pop(key, None), delta)
+                    if not (merged.is_first or merged.finish_reason or len(merged.token_ids) >= interval):
+                        held[key] = merged
+                        continue
+                    delta = merged
+                yield delta
+        finally:
+            await outputs.aclose()
+
+    async def whole(self) -> list[list[Choice]]:
+        """All choices of all prompts, finished."""
+        choices = [[Choice() for _ in range(prompt.params.n)] for prompt in self.prompts]
+        deltas = self.deltas()
+        try:
+            async for delta in deltas:
+                _extend(choices[delta.prompt_index][delta.index], delta)
+        finally:
+            await deltas.aclose()
+        return choices
+
+    async def _outputs(self) -> AsyncGenerator[Delta, None]:
+        state = self.state
+        state.running.setdefault(self.client_id, set()).update(self._ids)
+        state.num_sequences += len(self._unfinished)
+        source = self._one(0) if len(self.prompts) == 1 else _merged([self._one(i) for i in range(len(self.prompts))])
+        try:
+            async for prompt_index, output in source:
+                self._note_prompt(prompt_index, output)
+                for part in output.outputs:
+                    delta = self._note_part(prompt_index, part)
+                    if delta is not None:
+                        yield delta
+            for prompt_index, index in sorted(self._unfinished):
+                # The engine ended without a last word: an abort.
+                yield self._end_aborted(prompt_index, index)
+        finally:
+            await source.aclose()
+            await self._leave()
+
+    async def _one(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        prompt = self.prompts[index]
+        outputs = self.engine.generate(
+            {"prompt_token_ids": prompt.token_ids},
+            prompt.params.with_(output_kind=OutputKind.DELTA),
+            request_id=self._ids[index],
+            priority=self._priority,
+            cache_salt=self._cache_salt,
+        )
+        try:
+            async for output in outputs:
+                yield index, output
+        finally:
+            await _close(outputs)
+
+    async def _leave(self) -> None:
+        """Count what did not finish as aborted, and free it in the engine."""
+        state = self.state
+        left = sorted(self._unfinished)
+        for key in left:
+            self._finish(key, FinishReason.ABORT)
+        for index in sorted({prompt_index for prompt_index, _ in left}):
+            await self.engine.abort(self._ids[index])
+        ids = state.running.get(self.client_id)
+        if ids is not None:
+            ids.difference_update(self._ids)
+            if not ids:
+                del state.running[self.client_id]
+
+    def _note_prompt(self, index: int, output: RequestOutput) -> None:
+        result = self.results[index]
+        if output.prompt_logprobs is not None:
+            result.logprobs = output.prompt_logprobs
+        if output.metrics is not None:
+            result.times = output.metrics
+        if not result.is_prefilled and any(part.token_ids or part.finish_reason for part in output.outputs):
+            result.is_prefilled = True
+            result.num_cached_tokens = output.num_cached_tokens
+            self.state.metrics.observe_prompt(len(self.prompts[index].token_ids), output.num_cached_tokens)
+
+    def _note_part(self, prompt_index: int, part: CompletionOutput) -> Delta | None:
+        key = (prompt_index, part.index)
+        if key not in self._unfinished:
+            return None
+        clock = self._clocks[key]
+        is_first = clock.num_tokens == 0
+        clock.tick(len(part.token_ids), self.state.metrics)
+        self.num_completion_tokens += len(part.token_ids)
+        if part.finish_reason is not None:
+            self._finish(key, part.finish_reason)
+            if part.finish_reason is FinishReason.ERROR and part.error:
+                raise RequestFailed(part.error)
+        elif not part.token_ids and not part.text:
+            return None
+        return Delta(
+            prompt_index,
+            part.index,
+            part.text,
+            part.token_ids,
+            part.logprobs,
+            part.finish_reason,
+            part.stop_reason,
+            is_first,
+        )
+
+    def _end_aborted(self, prompt_index: int, index: int) -> Delta:
+        key = (prompt_index, index)
+        self._finish(key, FinishReason.ABORT)
+        is_first = self._clocks[key].num_tokens == 0
+        return Delta(prompt_index, index, "", [], None, FinishReason.ABORT, None, is_first)
+
+    def _finish(self, key: tuple[int, int], reason: FinishReason) -> None:
+        self._unfinished.discard(key)
+        self.state.num_sequences -= 1
+        self.state.metrics.observe_sequence(self._clocks[key], reason, self.results[key[0]].times)
+        if not any(other[0] == key[0] for other in self._unfinished):
+            longest = max(clock.num_tokens for other, clock in self._clocks.items() if other[0] == key[0])
+            self.state.metrics.request_max_generation_tokens.observe(longest)
+
+    def _observe_asked(self) -> None:
+        metrics = self.state.metrics
+        for prompt in self.prompts:
+            metrics.request_params_n.observe(prompt.params.n)
+            if prompt.params.max_tokens is not None:
+                metrics.request_params_max_tokens.observe(prompt.params.max_tokens)
+
+
+async def _merged(
+    sources: list[AsyncGenerator[tuple[int, RequestOutput], None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Items of all sources in the order they come."""
+    queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue()
+
+    async def feed(source: AsyncGenerator[tuple[int, RequestOutput], None]) -> None:
+        try:
+            async for item in source:
+                queue.put_nowait(item)
+            queue.put_nowait(None)
+        except Exception as exc:  # carried to the reader, who raises it
+            queue.put_nowait(exc)
+        finally:
+            await source.aclose()
+
+    tasks = [asyncio.ensure_future(feed(source)) for source in sources]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _close(outputs: AsyncIterator[RequestOutput]) -> None:
+    if isinstance(outputs, AsyncGenerator):
+        await outputs.aclose()
+
+
+def _merge(before: Delta | None, delta: Delta) -> Delta:
+    if before is None:
+        return delta
+    logprobs = before.logprobs
+    if delta.logprobs is not None:
+        logprobs = [*(logprobs or []), *delta.logprobs]
+    return Delta(
+        delta.prompt_index,
+        delta.index,
+        before.text + delta.text,
+        [*before.token_ids, *delta.token_ids],
+        logprobs,
+        delta.finish_reason,
+        delta.stop_reason,
+        before.is_first,
+    )
+
+
+def _extend(choice: Choice, delta: Delta) -> None:
+    choice.text += delta.text
+    choice.token_ids.extend(delta.token_ids)
+    if delta.logprobs is not None:
+        if choice.logprobs is None:
+            choice.logprobs = []
+        choice.logprobs.extend(delta.logprobs)
+        choice.cumulative_logprob += sum(position[0].logprob for position in delta.logprobs)
+    if delta.finish_reason is not None:
+        choice.finish_reason = delta.finish_reason
+        choice.stop_reason = delta.stop_reason
+
+
+def best_choices(choices: list[Choice], n: int) -> list[Choice]:
+    """The n choices of highest mean token log-probability, best first; all of them, in order, when there are n."""
+    if len(choices) <= n:
+        return choices
+    ranked = sorted(choices, key=lambda choice: -choice.cumulative_logprob / max(1, len(choice.token_ids)))
+    return ranked[:n]

@@ -1,0 +1,79 @@
+"""Render twins: what an inference request would run, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vkit.server.call import Call
+from vkit.server.engine_protocol import Tokenizer
+from vkit.server.inference import EnginePrompt
+from vkit.server.openai.schemas import Rendered
+from vkit.server.prompts import token_offsets
+from vkit.server.schema import ChoiceBody
+from vkit.types import RepetitionDetection, SamplingParams, StructuredOutputs
+
+_RENDERED_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
+    *("logprob_token_ids", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
+    *("thinking_token_budget", "repetition_detection"),
+)
+_DEFAULT = SamplingParams()
+
+
+def params_as_json(params: SamplingParams) -> dict[str, Any]:
+    """The parameters by name, those at the engine's default left out; max_tokens is always there."""
+    values: dict[str, Any] = {}
+    for name in _RENDERED_FIELDS:
+        value = getattr(params, name)
+        if name == "max_tokens" or value != getattr(_DEFAULT, name):
+            values[name] = _plain(value)
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, StructuredOutputs | RepetitionDetection):
+        return {name: getattr(value, name) for name in value.__slots__ if getattr(value, name) is not None}
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, dict):
+        return {str(key): item for key, item in value.items()}
+    return value
+
+
+def rendered(
+    call: Call,
+    request_id: str,
+    model: str,
+    prompt: EnginePrompt,
+    tokenizer: Tokenizer,
+    body: ChoiceBody,
+    *,
+    priority: int,
+    parse_context: dict[str, Any] | None = None,
+) -> Rendered:
+    """One prompt as /inference/v1/generate takes it.
+
+    Raises:
+        Problem: 400 when token offsets are asked for and the tokenizer has none.
+    """
+    offsets = None
+    if body.return_token_offsets and prompt.text is not None:
+        offsets = token_offsets(tokenizer, prompt.text, prompt.token_ids)
+    return Rendered(
+        request_id=request_id,
+        model=model,
+        token_ids=prompt.token_ids,
+        token_offsets=offsets,
+        prompt_text=prompt.text,
+        sampling_params=params_as_json(prompt.params),
+        stream=bool(body.stream),
+        stream_options=body.stream_options,
+        cache_salt=body.cache_salt,
+        priority=priority,
+        return_token_ids=bool(body.return_token_ids),
+        parse_context=parse_context,
+        kv_transfer_params=body.kv_transfer_params,
+        ec_transfer_params=body.ec_transfer_params,
+    )

@@ -1,0 +1,79 @@
+"""What an operator decided about the server, complete and unchangeable. Engine settings live elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+DEFAULT_MAX_BODY_BYTES = 256 * 1024 * 1024
+QUIET_PATHS = (
+    "/health",
+    "/ping",
+    "/metrics",
+    "/v1/metrics",
+    "/v1/health/live",
+    "/v1/health/ready",
+)
+"""Probed by machines every few seconds; left out of the access log unless asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorsSettings:
+    """Which browsers' pages may call the server."""
+
+    origins: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """Everything the routes and their surroundings need to know."""
+
+    served_model_names: tuple[str, ...]
+    """The first is primary; all are accepted."""
+    model_argument: str
+    """What the operator passed as --model."""
+    api_keys: tuple[str, ...] = ()
+    root_path: str = ""
+    cors: CorsSettings | None = None
+    max_request_body_size: int = DEFAULT_MAX_BODY_BYTES
+    reject_unknown_fields: bool = False
+    max_num_queued_reqs: int = 0
+    """0 is no limit."""
+    sse_keep_alive_interval: float = 0.0
+    """Seconds; 0 is off."""
+    enable_request_id_headers: bool = True
+    enable_log_requests: bool = False
+    enable_log_outputs: bool = False
+    max_log_len: int = 256
+    disable_access_log: bool = False
+    access_log_excluded: tuple[str, ...] = QUIET_PATHS
+    log_error_stack: bool = False
+    disable_metrics: bool = False
+    disable_docs: bool = False
+    enable_tokenizer_info_endpoint: bool = False
+    enable_prompt_tokens_details: bool = False
+    enable_per_request_metrics: bool = False
+    enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
+    max_logprobs: int = 20
+    """-1 is no limit."""
+    max_n: int = 128
+    generation_config: Mapping[str, Any] | None = None
+    """Replaces the checkpoint's generation_config.json; None takes the checkpoint's."""
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
+    scheduling_policy: str = "fcfs"
+    chat_template_content_format: str = "auto"
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_field: str = "both"
+    trust_request_chat_template: bool = True
+    exclude_tools_when_tool_choice_none: bool = False
+    response_role: str = "assistant"
+    responses_store_max_entries: int = 1000
+    responses_store_ttl_s: float = 3600.0
+    enable_responses_store: bool = True
+    repository_override: str = ""
+    shutdown_timeout_s: float = 30.0
