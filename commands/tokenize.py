@@ -10,8 +10,6 @@ import typer
 from vkit.commands import _render
 from vkit.errors import UsageError
 
-ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
-
 
 def tokenize(
     tokenizer: Annotated[Path, typer.Argument(metavar="TOKENIZER", help="A tokenizer.json or a .gguf file.")],
@@ -19,7 +17,7 @@ def tokenize(
         Path,
         typer.Argument(
             metavar="CORPUS",
-            help="Text file: one entry per line with escapes \\n \\r \\t \\\\; lines that begin with # are skipped.",
+            help="Text, one entry per line, with the escapes \\n \\r \\t \\\\; lines that begin with # are skipped.",
         ),
     ],
 ) -> None:
@@ -27,49 +25,20 @@ def tokenize(
 
     EMPTY stands for none. No special tokens are added.
     """
-    entries = read_corpus(corpus)
-    if not tokenizer.is_file():
+    content = _text_of(corpus)
+    if not tokenizer.exists():
         raise UsageError(f"TOKENIZER: {tokenizer}: no such file")
-    from vkit.text import open_tokenizer
+    from vkit.text.corpus import encode_corpus, format_ids
+    from vkit.text.tokenizer import load_tokenizer
 
-    encode = open_tokenizer(tokenizer).encode
-    for entry in entries:
-        ids = encode(entry, add_special_tokens=False)
-        _render.write_text((" ".join(map(str, ids)) or "EMPTY") + "\n")
+    for token_ids in encode_corpus(load_tokenizer(tokenizer), content):
+        _render.write_text(format_ids(token_ids) + "\n")
 
 
-def read_corpus(path: Path) -> list[str]:
-    """The corpus entries, unescaped.
-
-    Raises:
-        UsageError: unreadable, not UTF-8, no newline at the end, or an unknown escape; names the line.
-    """
+def _text_of(corpus: Path) -> str:
     try:
-        text = path.read_bytes().decode("utf-8")
+        return corpus.read_bytes().decode("utf-8")
     except OSError as error:
-        raise UsageError(f"CORPUS: {path}: {error.strerror or error}") from None
+        raise UsageError(f"CORPUS: {corpus}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"CORPUS: {path}: not UTF-8 text at byte {error.start}") from None
-    if text and not text.endswith("\n"):
-        raise UsageError(f"CORPUS: {path}: the last line does not end with a newline")
-    lines = text.split("\n")[:-1]
-    return [unescape(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if not line.startswith("#")]
-
-
-def unescape(line: str, place: str) -> str:
-    r"""`line` with \n \r \t \\ replaced by what they stand for.
-
-    Raises:
-        UsageError: any other escape.
-    """
-    parts: list[str] = []
-    rest = iter(line)
-    for character in rest:
-        if character != "\\":
-            parts.append(character)
-            continue
-        escape = next(rest, "")
-        if escape not in ESCAPES:
-            raise UsageError(f"CORPUS: {place}: unknown escape \\{escape}", remedy=r"known: \n \r \t \\")
-        parts.append(ESCAPES[escape])
-    return "".join(parts)
+        raise UsageError(f"CORPUS: {corpus}: not UTF-8 text at byte {error.start}") from None
