@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -30,7 +30,7 @@ def config(
     The settings are those COMMAND would run with. Flags of COMMAND may follow its name; they count as given on its
     command line.
     """
-    root_ctx = ctx.find_root()
+    root_ctx = cast(typer.Context, ctx.find_root())
     root = root_ctx.command
     assert isinstance(root, RootGroup)
     target = root.get_command(root_ctx, command)
@@ -39,7 +39,7 @@ def config(
     if not isinstance(target, Command):
         raise UsageError(f"COMMAND: {command} is a group of commands, which has no settings of its own")
     args = [*(("--config", config_file) if config_file else ()), *ctx.args]
-    settings = _settings(target, target.make_context(command, args, parent=root_ctx))
+    settings = _settings(target, cast(typer.Context, target.make_context(command, args, parent=root_ctx)))
     variables = [
         {"name": variable.name, "value": _plain(variable.read()), "source": _variable_source(variable)}
         for variable in env.VARIABLES

@@ -226,7 +226,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: missing, unreadable, not YAML, or not a mapping with text keys.
     """
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
