@@ -61,7 +61,7 @@ def half_split_rows(heads_key: str) -> Transform:
     def apply(weight: Weight, config: Config) -> Weight:
         num_rows = weight.shape[0]
         order = torch.arange(num_rows).view(config[heads_key], -1, 2).transpose(1, 2).reshape(-1)
-        return weight.rows(order) if isinstance(weight, QuantizedTensor) else weight[order]
+        return weight.rows(order) if isinstance(weight, QuantizedTensor) else weight.index_select(0, order)
 
     return Transform(apply, shape, copies=True)
 

@@ -128,7 +128,7 @@ class StackedLinear:
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
         sizes = [part.out_features for part in self.parts]
-        biases = [None] * len(sizes) if bias is None else list(bias.split(sizes))
+        biases = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
         return kernels.concat([part.apply(x, piece) for part, piece in zip(self.parts, biases, strict=True)])
 
 

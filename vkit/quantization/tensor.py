@@ -68,7 +68,7 @@ class QuantizedTensor:
         With experts the same rows of every expert are taken.
         """
         self._need_rows("rows")
-        data = self.data[..., index, :]
+        data = self.data[..., index, :] if isinstance(index, slice) else self.data.index_select(-2, index)
         return replace(self, data=data, shape=(*self.shape[:-2], data.shape[-2], self.shape[-1]))
 
     def narrow(self, start: int, length: int) -> QuantizedTensor:
