@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from vkit.quantization import QuantizedTensor
+
 MODELS = [
     *("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2"),
     *("qwen3_moe", "mixtral", "gemma", "gemma2", "olmo2", "olmo3", "granite", "glm4", "phi", "stablelm"),
@@ -65,6 +67,44 @@ def test_logits_and_greedy(
         torch.testing.assert_close(logits, golden.logits(suffix), atol=TOLERANCE, rtol=0)
         assert tokens == golden.greedy(suffix)
     assert len(driver.free) == driver.num_blocks - 1
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_gguf(
+    name: str,
+    chunk: int,
+    load_golden: Callable[..., Any],
+    load_model: Callable[..., Any],
+    make_driver: Callable[..., Any],
+    make_options: Callable[..., Any],
+) -> None:
+    """The same weights as a float32 GGUF file."""
+    golden = load_golden(name)
+    options = make_options(block_size=4)
+    driver = make_driver(load_model(name, options, file="model-f32.gguf"), options)
+    results = greedy_continuation(driver, {"a": golden.prompt(), "b": golden.prompt("_b")}, chunk, 16)
+    for key, suffix in (("a", ""), ("b", "_b")):
+        logits, tokens = results[key]
+        torch.testing.assert_close(logits, golden.logits(suffix), atol=TOLERANCE, rtol=0)
+        assert tokens == golden.greedy(suffix)
+
+
+def test_packed_gguf(
+    load_golden: Callable[..., Any],
+    load_model: Callable[..., Any],
+    make_driver: Callable[..., Any],
+    make_options: Callable[..., Any],
+) -> None:
+    """8-bit blocks stay packed, and their logits are near those of the float32 weights."""
+    golden, options = load_golden("llama"), make_options()
+    model = load_model("llama", options, file="model-q8_0.gguf")
+    assert isinstance(model.model.embed_tokens.weight, QuantizedTensor)
+    driver = make_driver(model, options)
+    sequence = driver.start("a", golden.prompt())
+    (logits,) = driver.run([driver.share(sequence, 64, all_logits=True)])
+    expected = golden.logits()
+    assert float((logits - expected).abs().max()) <= 0.02 * float(expected.max() - expected.min())
 
 
 @pytest.mark.parametrize("block_size", [4, 16])

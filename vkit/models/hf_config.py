@@ -131,7 +131,7 @@ class HFConfig:
             "partial_rotary_factor", self.number("partial_rotary_factor", "rotary_pct", default=default_partial)
         )
         kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-        width = self.head_dim if kind == "proportional" else int(self.head_dim * float(partial))
+        width = self.head_dim if kind == "proportional" else int(self.head_dim * float(partial) + 1e-6)
         return RopeSpec(
             head_dim=self.head_dim,
             width=width,
