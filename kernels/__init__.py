@@ -18,6 +18,7 @@ from vkit.kernels.dispatch import (
     using_backend,
     wrap_step,
 )
+from vkit.kernels.experts import ExpertMatrix, route_experts, run_experts
 from vkit.kernels.norms import add_rms_norm, layer_norm, rms_norm
 from vkit.kernels.packed import quantized_embedding, quantized_linear
 from vkit.kernels.paged import PagedBatch
@@ -26,6 +27,7 @@ from vkit.kernels.rotary import qk_norm_rope, rope
 
 __all__ = [
     "Backend",
+    "ExpertMatrix",
     "PagedBatch",
     "add",
     "add_rms_norm",
@@ -45,6 +47,8 @@ __all__ = [
     "register_backend",
     "rms_norm",
     "rope",
+    "route_experts",
+    "run_experts",
     "scale",
     "silu_and_mul",
     "soft_cap",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
@@ -27,9 +28,7 @@ def add_rms_norm(
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x − mean) · rsqrt(var + eps) · weight + bias, in x.dtype."""
-    wide = x.float()
-    centred = wide - wide.mean(-1, keepdim=True)
-    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    normed = functional.layer_norm(x.float(), x.shape[-1:], eps=eps)
     if weight is not None:
         normed = normed * weight.float()
     if bias is not None:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from vkit.cache.groups import CacheKind
+from vkit.loaders import open_checkpoint
 from vkit.models import CausalLM, build_model
 from vkit.runner import Runner
 from vkit.sequence import Plan, ScheduledSequence, Sequence
@@ -98,8 +99,11 @@ def load_golden(golden_path: Callable[[str], Path]) -> Callable[[str], Golden]:
 
 @pytest.fixture(scope="session")
 def load_model(golden_path: Callable[[str], Path]) -> Callable[..., CausalLM]:
-    def load(name: str, options: Options, weight_dtype: torch.dtype | None = None) -> CausalLM:
-        return build_model(TinyCheckpoint(golden_path(name), weight_dtype), options)
+    def load(name: str, options: Options, weight_dtype: torch.dtype | None = None, file: str | None = None) -> CausalLM:
+        folder = golden_path(name)
+        if weight_dtype is not None:
+            return build_model(TinyCheckpoint(folder, weight_dtype), options)
+        return build_model(open_checkpoint(folder / file if file else folder), options)
 
     return load
 

@@ -16,6 +16,7 @@ from vkit.layers.decoder import (
 from vkit.layers.embedding import Embedding, LMHead, PositionEmbedding
 from vkit.layers.linear import ACTIVATIONS, Activation, GatedMLP, Linear, MergedLinear, PlainMLP
 from vkit.layers.module import Module, Placement, TensorSlot
+from vkit.layers.moe import Experts, MoE
 from vkit.layers.norm import LayerNorm, Norm, RMSNorm
 from vkit.layers.rotary import RopeSpec, RotaryEmbedding
 
@@ -27,12 +28,14 @@ __all__ = [
     "Decoder",
     "DecoderLayer",
     "Embedding",
+    "Experts",
     "FeedForward",
     "GatedMLP",
     "LMHead",
     "LayerNorm",
     "Linear",
     "MergedLinear",
+    "MoE",
     "Module",
     "Norm",
     "ParallelLayer",

@@ -63,7 +63,7 @@ class Attention(CacheOwner):
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
         self._widths = [queries, keys, keys]
         self.qkv_proj = qkv_proj or MergedLinear(
-            hidden_size, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, bias=bias
+            hidden_size, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, bias=bias, fused="qkv_proj"
         )
         self.o_proj = o_proj or Linear(queries, hidden_size, bias=output_bias)
         self.q_norm = q_norm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -57,22 +57,35 @@ class Linear(Module):
 class MergedLinear(Module):
     """Several projections of one input, outputs side by side.
 
-    `parts` maps the checkpoint's name of each projection to its width. On a host the parts stay apart, as views of the
+    `parts` maps the checkpoint's name of each projection to its width; a checkpoint may instead hold all of them as one
+    tensor called `fused`. On a host the parts stay apart, as views of the
     mapped file; on a card, where they are copied anyway, the rows of parts of one type are joined into one product.
     """
 
     is_inline = True
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, int], *, bias: bool = False, row_order: Tensor | None = None
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool = False,
+        fused: str | None = None,
+        row_order: Tensor | None = None,
     ) -> None:
         self._in_features = in_features
         self._parts = dict(parts)
         self._has_bias = bias
+        self._fused = fused
         self._row_order = row_order
         """The stored row that each output takes, for checkpoints that interleave projections."""
         self._bias: Tensor | None = None
         self._method: LinearMethod
+
+    def choose_form(self, is_stored: Callable[[str], bool]) -> None:
+        """One fused tensor, if that is what the checkpoint holds."""
+        if self._fused is not None and is_stored(f"{self._fused}.weight"):
+            self._parts = {self._fused: sum(self._parts.values())}
 
     def slots(self) -> list[TensorSlot]:
         """A weight, and a bias if there is one, per part."""
@@ -111,14 +124,14 @@ class GatedMLP(Module):
         *,
         activation: Activation = "silu",
         bias: bool = False,
-        gate_up: tuple[str, ...] = ("gate_proj", "up_proj"),
+        gate_up: tuple[str, str] = ("gate_proj", "up_proj"),
         down: str = "down_proj",
     ) -> None:
         if activation not in ("silu", "gelu", "gelu_tanh"):
             raise ValueError(f"GatedMLP: activation {activation!r}, expected silu, gelu or gelu_tanh")
         self.names = {"down_proj": down}
-        width = 2 * intermediate_size // len(gate_up)
-        self.gate_up_proj = MergedLinear(hidden_size, dict.fromkeys(gate_up, width), bias=bias)
+        parts = dict.fromkeys(gate_up, intermediate_size)
+        self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias, fused="gate_up_proj")
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
         self._activation = activation
 

@@ -5,7 +5,7 @@ Plain Python objects rather than torch modules: attribute access is on the path 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,9 @@ class Module:
     """Attribute name -> checkpoint name, where they differ."""
     is_inline = False
     """Whether the layer's tensors are named as if they were its parent's own."""
+
+    def choose_form(self, is_stored: Callable[[str], bool]) -> None:
+        """Settle on one of several ways checkpoints store this layer; names as in `slots`. Called before `slots`."""
 
     def slots(self) -> list[TensorSlot]:
         """The tensors of this layer itself, children left out."""

@@ -46,7 +46,7 @@ class LayerNorm(Module):
     """(x − mean) / sqrt(var + eps) · weight + bias. `heads`: a row of weights per head, for x (T, heads, C)."""
 
     def __init__(self, width: int, eps: float, *, bias: bool = True, heads: int | None = None) -> None:
-        self._shape = (width,) if heads is None else (heads, width)
+        self.shape: tuple[int, ...] = (width,) if heads is None else (heads, width)
         self._eps = eps
         self._has_bias = bias
         self._weight: Tensor
@@ -54,8 +54,8 @@ class LayerNorm(Module):
 
     def slots(self) -> list[TensorSlot]:
         """weight, and bias if there is one."""
-        bias = [TensorSlot("bias", self._shape)] if self._has_bias else []
-        return [TensorSlot("weight", self._shape), *bias]
+        bias = [TensorSlot("bias", self.shape)] if self._has_bias else []
+        return [TensorSlot("weight", self.shape), *bias]
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take weight and bias."""

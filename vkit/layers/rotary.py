@@ -17,7 +17,7 @@ from vkit.errors import ModelLoadError
 from vkit.layers.module import Module, Placement
 from vkit.quantization import Weight
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "frequency_divisors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ def frequencies_of(spec: RopeSpec) -> tuple[Tensor, float]:
             return _yarn(spec, plain)
         case "longrope":
             return _longrope(spec, plain)
+        case "frequency_divisors":
+            return plain / _divisors(spec, "divisors"), 1.0
         case "proportional":
             return _proportional(spec), 1.0
         case _:
@@ -142,10 +144,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 def _longrope(spec: RopeSpec, plain: Tensor) -> tuple[Tensor, float]:
     original = spec.original_length
     name = "long_factor" if spec.max_model_len > original else "short_factor"
-    divisors = spec.scaling.get(name)
-    if not isinstance(divisors, Sequence) or len(divisors) != spec.width // 2:
-        raise ModelLoadError(f"rope scaling: {name} must list {spec.width // 2} numbers, got {divisors!r}")
-    frequencies = plain / torch.tensor(divisors, dtype=torch.float32)
+    frequencies = plain / _divisors(spec, name)
     if spec.scaling.get("attention_factor") is not None:
         return frequencies, _number(spec, "attention_factor")
     stretch = spec.max_position_embeddings / original
@@ -157,6 +156,14 @@ def _proportional(spec: RopeSpec) -> Tensor:
     frequencies = _plain(spec.base, spec.width) / _number(spec, "factor", 1.0)
     frequencies[int(_number(spec, "partial_rotary_factor", 1.0) * spec.width / 2) :] = 0.0
     return frequencies
+
+
+def _divisors(spec: RopeSpec, key: str) -> Tensor:
+    """The listed divisor of each pair's frequency (R/2,)."""
+    values = spec.scaling.get(key)
+    if not isinstance(values, Sequence) or len(values) != spec.width // 2:
+        raise ModelLoadError(f"rope scaling: {key} must list {spec.width // 2} numbers, got {values!r}")
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _number(spec: RopeSpec, key: str, default: float | None = None) -> float:

@@ -17,12 +17,29 @@ from vkit.models.loading import check_tensors, load_weights
 ENTRY_POINT_GROUP = "vkit.models"
 
 BUILTIN_MODELS: dict[str, str] = {
+    "Cohere2ForCausalLM": "cohere",
+    "CohereForCausalLM": "cohere",
     "GPT2LMHeadModel": "gpt2",
-    "Gemma3ForCausalLM": "gemma3",
+    "Gemma2ForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma",
+    "GemmaForCausalLM": "gemma",
+    "Glm4ForCausalLM": "glm4",
+    "GraniteForCausalLM": "granite",
+    "InternLM2ForCausalLM": "internlm2",
+    "InternLM3ForCausalLM": "llama",
     "LlamaForCausalLM": "llama",
+    "MiniCPMForCausalLM": "minicpm",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
+    "OPTForCausalLM": "opt",
+    "Olmo2ForCausalLM": "olmo",
+    "Olmo3ForCausalLM": "olmo",
+    "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3",
+    "StableLmForCausalLM": "stablelm",
 }
 """Architecture -> module of this package that defines a class of that name."""
 

@@ -101,6 +101,11 @@ class HFConfig:
         """Key and value heads."""
         return self.integer("num_key_value_heads", default=self.integer("num_attention_heads"))
 
+    @property
+    def num_experts(self) -> int:
+        """Routed experts, under whichever name the family gives them."""
+        return self.integer("num_experts", "num_local_experts", "n_routed_experts")
+
     def is_tied(self, *, default: bool) -> bool:
         """Whether the head is the embedding."""
         return self.flag("tie_word_embeddings", default=default)
@@ -126,7 +131,7 @@ class HFConfig:
             "partial_rotary_factor", self.number("partial_rotary_factor", "rotary_pct", default=default_partial)
         )
         kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-        width = self.head_dim if kind == "proportional" else int(self.head_dim * float(partial))
+        width = self.head_dim if kind == "proportional" else int(self.head_dim * float(partial) + 1e-6)
         return RopeSpec(
             head_dim=self.head_dim,
             width=width,

@@ -1,4 +1,4 @@
-"""Llama; and Mistral, which is Llama with an optional sliding window.
+"""Llama; Mistral, which is Llama with an optional sliding window; InternLM 3, which is Llama with biases.
 
 Source: Touvron et al. 2023; Jiang et al. 2023.
 """
@@ -10,6 +10,7 @@ from vkit.layers import (
     Decoder,
     DecoderLayer,
     Embedding,
+    FeedForward,
     GatedMLP,
     LMHead,
     PreNormLayer,
@@ -21,54 +22,57 @@ from vkit.models.hf_config import HFConfig
 
 
 class LlamaForCausalLM(CausalLM):
-    """Pre-norm decoder with grouped-query attention, SwiGLU and half-split rope."""
+    """Pre-norm decoder with grouped-query attention, SwiGLU and half-split rope.
+
+    Relatives override the `make_` methods of what they do differently.
+    """
 
     is_tied_by_default = False
 
     def __init__(self, config: HFConfig, options: ModelConfig) -> None:
         super().__init__(config, options)
-        hidden_size, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
+        self.hidden_size, self.vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
         self.num_layers = config.integer("num_hidden_layers")
-        self.rotary = RotaryEmbedding(config.rope(options.max_model_len))
-        self.model = Decoder(
-            Embedding(vocab_size, hidden_size),
-            [self.make_layer(layer) for layer in range(self.num_layers)],
-            self.make_norm(),
-        )
-        tied_to = self.model.embed_tokens if config.is_tied(default=self.is_tied_by_default) else None
-        self.lm_head = LMHead(hidden_size, vocab_size, tied_to=tied_to)
-
-    def make_norm(self) -> RMSNorm:
-        """A norm over the residual stream."""
-        return RMSNorm(self.config.integer("hidden_size"), self.config.number("rms_norm_eps", default=1e-6))
-
-    def make_layer(self, layer: int) -> DecoderLayer:
-        """One block."""
-        return PreNormLayer(self.make_attention(layer), self.make_mlp(layer), self.make_norm(), self.make_norm())
-
-    def make_attention(self, layer: int) -> Attention:
-        """The attention of one block."""
-        config = self.config
-        bias = config.flag("attention_bias", default=False)
-        return Attention(
-            layer,
-            config.integer("hidden_size"),
+        self.attention_shape = (
+            self.hidden_size,
             config.integer("num_attention_heads"),
             config.num_kv_heads,
             config.head_dim,
-            rotary=self.rotary,
-            bias=bias,
-            output_bias=bias,
         )
+        self.make_rotary()
+        self.model = self.make_decoder([self.make_layer(layer) for layer in range(self.num_layers)])
+        tied_to = self.model.embed_tokens if config.is_tied(default=self.is_tied_by_default) else None
+        self.lm_head = LMHead(self.hidden_size, self.vocab_size, tied_to=tied_to)
 
-    def make_mlp(self, layer: int) -> GatedMLP:
-        """The MLP of one block."""
-        config = self.config
+    def make_rotary(self) -> None:
+        """The rope that layers share."""
+        self.rotary = RotaryEmbedding(self.config.rope(self.options.max_model_len))
+
+    def make_decoder(self, layers: list[DecoderLayer]) -> Decoder:
+        """The stack."""
+        return Decoder(Embedding(self.vocab_size, self.hidden_size), layers, self.make_norm(self.hidden_size))
+
+    def make_norm(self, width: int) -> RMSNorm:
+        """A norm of this family."""
+        return RMSNorm(width, self.config.number("rms_norm_eps", default=1e-6))
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """One block."""
+        norm = self.make_norm(self.hidden_size), self.make_norm(self.hidden_size)
+        return PreNormLayer(self.make_attention(layer), self.make_mlp(layer), *norm)
+
+    def make_attention(self, layer: int) -> Attention:
+        """The attention of one block."""
+        bias = self.config.flag("attention_bias", default=False)
+        return Attention(layer, *self.attention_shape, rotary=self.rotary, bias=bias, output_bias=bias)
+
+    def make_mlp(self, layer: int) -> FeedForward:
+        """The feed-forward part of one block."""
         return GatedMLP(
-            config.integer("hidden_size"),
-            config.integer("intermediate_size"),
-            activation=config.activation("hidden_act", default="silu"),
-            bias=config.flag("mlp_bias", default=False),
+            self.hidden_size,
+            self.config.integer("intermediate_size"),
+            activation=self.config.activation("hidden_act", default="silu"),
+            bias=self.config.flag("mlp_bias", default=False),
         )
 
 
@@ -77,13 +81,23 @@ class MistralForCausalLM(LlamaForCausalLM):
 
     def make_attention(self, layer: int) -> Attention:
         """The attention of one block."""
-        config = self.config
-        return Attention(
-            layer,
-            config.integer("hidden_size"),
-            config.integer("num_attention_heads"),
-            config.num_kv_heads,
-            config.head_dim,
-            rotary=self.rotary,
-            window=config.optional_integer("sliding_window"),
+        window = self.config.optional_integer("sliding_window")
+        return Attention(layer, *self.attention_shape, rotary=self.rotary, window=window)
+
+
+class InternLM3ForCausalLM(LlamaForCausalLM):
+    """Llama whose attention has biases with `qkv_bias`, and whose MLP has them with `bias`."""
+
+    def make_attention(self, layer: int) -> Attention:
+        """The attention of one block."""
+        bias = self.config.flag("qkv_bias", "attention_bias", default=False)
+        return Attention(layer, *self.attention_shape, rotary=self.rotary, bias=bias, output_bias=bias)
+
+    def make_mlp(self, layer: int) -> FeedForward:
+        """The feed-forward part of one block."""
+        return GatedMLP(
+            self.hidden_size,
+            self.config.integer("intermediate_size"),
+            activation=self.config.activation("hidden_act", default="silu"),
+            bias=self.config.flag("bias", default=False),
         )

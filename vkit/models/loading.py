@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +27,8 @@ def check_tensors(model: CausalLM, checkpoint: ModelCheckpoint) -> None:
         CheckpointError: missing tensors, wrong shapes, or tensors nobody would read; names them.
     """
     stored = checkpoint.tensor_names()
+    for prefix, module in model.walk():
+        module.choose_form(_IsStored(model, stored, prefix))
     expected = [
         (model.stored_name(prefix + slot.name, stored), slot)
         for prefix, module in model.walk()
@@ -69,6 +72,18 @@ def load_weights(model: CausalLM, checkpoint: ModelCheckpoint, progress: Progres
     _warn_of_second_head(model, checkpoint)
     if progress is not None:
         progress(total, total)
+
+
+@dataclass(frozen=True, slots=True)
+class _IsStored:
+    """Whether the checkpoint holds a tensor of the layer with this prefix."""
+
+    model: CausalLM
+    stored: Set[str]
+    prefix: str
+
+    def __call__(self, name: str) -> bool:
+        return self.model.stored_name(self.prefix + name, self.stored) in self.stored
 
 
 def _check_shape(checkpoint: ModelCheckpoint, name: str, slot: TensorSlot) -> None:

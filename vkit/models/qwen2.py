@@ -1,4 +1,7 @@
-"""Qwen2: Llama with biases on queries, keys and values, and a window on the later layers if asked for."""
+"""Qwen2: Llama with biases on queries, keys and values, and a window on the later layers if asked for.
+
+Source: Yang et al. 2024, Qwen2 Technical Report.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,8 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     def make_attention(self, layer: int) -> Attention:
         """The attention of one block."""
-        config = self.config
-        return Attention(
-            layer,
-            config.integer("hidden_size"),
-            config.integer("num_attention_heads"),
-            config.num_kv_heads,
-            config.head_dim,
-            rotary=self.rotary,
-            bias=True,
-            window=window_of(config, layer),
-        )
+        window = window_of(self.config, layer)
+        return Attention(layer, *self.attention_shape, rotary=self.rotary, bias=True, window=window)
 
 
 def window_of(config: HFConfig, layer: int) -> int | None:

@@ -1,0 +1,81 @@
+"""Mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.dispatch import ops
+
+EXPERT_ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertMatrix:
+    """One projection of every expert: dense (rows, columns) each, or packed uint8 (rows, row_bytes) of type `qtype`."""
+
+    weights: tuple[Tensor, ...]
+    qtype: str | None = None
+    scales: Tensor | None = None
+    """(E,) float32, multiplied into each expert's product."""
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            raise ValueError("ExpertMatrix: no weights, expected one per expert")
+        shapes = {tuple(weight.shape) for weight in self.weights}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+            raise ValueError(f"ExpertMatrix: weights {sorted(shapes)}, expected matrices of one shape")
+        if self.qtype is not None and self.qtype not in BLOCK_FORMATS:
+            raise ValueError(f"ExpertMatrix: qtype {self.qtype!r}, expected one of {', '.join(BLOCK_FORMATS)}")
+
+    @property
+    def num_rows(self) -> int:
+        """Outputs of each expert's product."""
+        return self.weights[0].shape[0]
+
+
+def route_experts(logits: Tensor, top_k: int, renormalizes: bool) -> tuple[Tensor, Tensor]:
+    """Each token's experts. logits (T, E) -> weights (T, k) float32, ids (T, k) int64, most probable first.
+
+    Softmax over all experts in float32; weights are the k largest probabilities, divided by their sum on request.
+    Ties go to the lower id; probabilities that are not finite count as 0.
+
+    Raises:
+        ValueError: top_k outside 1..E.
+    Source: Fedus et al. 2021, eq. 1; Jiang et al. 2024, section 2.1.
+    """
+    if not 1 <= top_k <= logits.shape[-1]:
+        raise ValueError(f"route_experts: top_k {top_k}, expected 1..{logits.shape[-1]}")
+    out: tuple[Tensor, Tensor] = ops(logits).route_experts(logits, top_k, renormalizes)
+    return out
+
+
+def run_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Sequence[ExpertMatrix],
+    down: ExpertMatrix,
+    activation: str = "silu",
+) -> Tensor:
+    """Σ weights · down(act(gate x) · up x) over each token's experts. x (T, H), weights and ids (T, k) -> (T, H).
+
+    `gate_up` is one matrix with the gate's rows first, or two matrices. The sum is float32, in slot order, so that a
+    token's result does not depend on the others.
+
+    Raises:
+        ValueError: shapes or activation that do not fit.
+    """
+    if activation not in EXPERT_ACTIVATIONS:
+        raise ValueError(f"run_experts: activation {activation!r}, expected one of {', '.join(EXPERT_ACTIVATIONS)}")
+    if ids.ndim != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
+        raise ValueError(
+            f"run_experts: weights {tuple(weights.shape)} and ids {tuple(ids.shape)}, expected ({x.shape[0]}, k) both"
+        )
+    if len(gate_up) not in (1, 2):
+        raise ValueError(f"run_experts: {len(gate_up)} gate_up matrices, expected one or two")
+    out: Tensor = ops(x).run_experts(x, weights, ids, gate_up, down, activation)
+    return out

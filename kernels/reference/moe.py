@@ -1,0 +1,58 @@
+"""Mixtures of experts: choosing, and running each expert once over the tokens that chose it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vkit.kernels.experts import ExpertMatrix
+from vkit.kernels.reference.activation import gelu_and_mul, silu_and_mul
+from vkit.kernels.reference.linear import linear
+from vkit.kernels.reference.quantized_linear import quantized_linear
+
+
+def route_experts(logits: Tensor, top_k: int, renormalizes: bool) -> tuple[Tensor, Tensor]:
+    """Weights (T, k) float32 and ids (T, k) int64 of the most probable experts; ties go to the lower id."""
+    probabilities = torch.softmax(logits.float(), dim=-1).nan_to_num(0.0, 0.0, 0.0)
+    values, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    weights, ids = values[:, :top_k], order[:, :top_k]
+    if renormalizes:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return weights, ids
+
+
+def run_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Sequence[ExpertMatrix],
+    down: ExpertMatrix,
+    activation: str,
+) -> Tensor:
+    """Σ weights · expert(x) over each token's experts, summed in float32 in slot order."""
+    num_tokens, top_k = ids.shape
+    order = torch.argsort(ids.flatten(), stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=len(down.weights)).tolist()
+    outputs = x.new_empty(num_tokens * top_k, down.num_rows)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            slots = order[start : start + count]
+            outputs[slots] = _run_expert(x[slots // top_k], expert, gate_up, down, activation)
+            start += count
+    summed = (outputs.view(num_tokens, top_k, -1).float() * weights.unsqueeze(-1)).sum(1)
+    return summed.to(x.dtype)
+
+
+def _run_expert(x: Tensor, expert: int, gate_up: Sequence[ExpertMatrix], down: ExpertMatrix, activation: str) -> Tensor:
+    hidden = torch.cat([_product(x, matrix, expert) for matrix in gate_up], dim=-1)
+    gated = silu_and_mul(hidden) if activation == "silu" else gelu_and_mul(hidden, "tanh")
+    return _product(gated, down, expert)
+
+
+def _product(x: Tensor, matrix: ExpertMatrix, expert: int) -> Tensor:
+    weight = matrix.weights[expert]
+    out = linear(x, weight) if matrix.qtype is None else quantized_linear(x, weight, matrix.qtype, None)
+    return out if matrix.scales is None else (out * matrix.scales[expert]).to(x.dtype)

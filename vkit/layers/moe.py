@@ -1,0 +1,107 @@
+"""Mixtures of experts: the router and the experts, however a checkpoint stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from vkit import kernels
+from vkit.layers.linear import Activation, Linear
+from vkit.layers.module import Module, Placement, TensorSlot
+from vkit.quantization import QuantizedTensor, Weight
+
+_FUSED = "gate_up_proj"
+
+
+class Experts(Module):
+    """E gated MLPs. Stored one by one (`3.gate_proj.weight`), or stacked (E, out, in), gate and up apart or fused."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation,
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        self._num_experts = num_experts
+        self._activation = activation
+        gate, up, down = projections
+        inner, outer = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
+        self._shapes = {gate: inner, up: inner, down: outer}
+        self._down = down
+        self._suffix = ".weight"
+        self._is_stacked = False
+        self._gate_up: list[kernels.ExpertMatrix]
+        self._down_matrix: kernels.ExpertMatrix
+
+    def choose_form(self, is_stored: Callable[[str], bool]) -> None:
+        """Stacked or one by one; gate and up fused or apart; with or without the suffix `.weight`."""
+        for suffix in (".weight", ""):
+            if is_stored(f"{self._down}{suffix}"):
+                self._is_stacked, self._suffix = True, suffix
+        if self._is_stacked and is_stored(f"{_FUSED}{self._suffix}"):
+            outer = self._shapes[self._down]
+            self._shapes = {_FUSED: (2 * outer[1], outer[0]), self._down: outer}
+
+    def slots(self) -> list[TensorSlot]:
+        """The tensors of the form chosen."""
+        if self._is_stacked:
+            return [
+                TensorSlot(f"{name}{self._suffix}", (self._num_experts, *shape)) for name, shape in self._shapes.items()
+            ]
+        return [
+            TensorSlot(f"{expert}.{name}.weight", shape)
+            for expert in range(self._num_experts)
+            for name, shape in self._shapes.items()
+        ]
+
+    def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
+        """Take every expert's weights as they are stored."""
+        matrices = {name: self._matrix(name, tensors, placement) for name in self._shapes}
+        self._down_matrix = matrices.pop(self._down)
+        self._gate_up = list(matrices.values())
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """x (T, H), weights and ids (T, k) -> (T, H)."""
+        return kernels.run_experts(x, weights, ids, self._gate_up, self._down_matrix, self._activation)
+
+    def _matrix(self, name: str, tensors: Mapping[str, Weight], placement: Placement) -> kernels.ExpertMatrix:
+        if self._is_stacked:
+            weight = placement.matrix(tensors[f"{name}{self._suffix}"])
+            if isinstance(weight, torch.Tensor):
+                return kernels.ExpertMatrix(tuple(weight.unbind(0)))
+            scales = None if weight.scale is None else weight.scale.expand(self._num_experts)
+            return kernels.ExpertMatrix(tuple(weight.data.unbind(0)), weight.qtype, scales)
+        weights = [placement.matrix(tensors[f"{expert}.{name}.weight"]) for expert in range(self._num_experts)]
+        return _joined(name, weights)
+
+
+def _joined(name: str, weights: list[Weight]) -> kernels.ExpertMatrix:
+    """Separate experts as one matrix; those of one projection share a type in every published file."""
+    dense = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    packed = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+    if len(dense) == len(weights):
+        return kernels.ExpertMatrix(tuple(dense))
+    types = {weight.qtype for weight in packed}
+    if dense or len(types) != 1 or any(weight.scale is not None for weight in packed):
+        raise ValueError(f"experts' {name}: mixed storage types {sorted(types)}, expected one")
+    return kernels.ExpertMatrix(tuple(weight.data for weight in packed), packed[0].qtype)
+
+
+class MoE(Module):
+    """Σ over the k most probable experts; the router is called `gate`."""
+
+    def __init__(self, hidden_size: int, experts: Experts, num_experts: int, top_k: int, *, renormalizes: bool) -> None:
+        self.gate = Linear(hidden_size, num_experts)
+        self.experts = experts
+        self._top_k = top_k
+        self._renormalizes = renormalizes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (T, H) -> (T, H)."""
+        weights, ids = kernels.route_experts(self.gate(x), self._top_k, self._renormalizes)
+        return self.experts(x, weights, ids)
