@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vkit.batch import Batch
 from vkit.cache.groups import LayerCacheSpec, group_layers
 from vkit.config import CacheGroupFacts, DeviceFacts, EngineArgs, EngineConfig, ModelFacts
 from vkit.device import Device, find_device
@@ -28,7 +27,7 @@ from vkit.loaders.checkpoint import Checkpoint
 from vkit.logits import BatchLogitsProcessor
 from vkit.models import HFConfig, build_model, create_model
 from vkit.models.base import CausalLM
-from vkit.runner import Runner
+from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
 from vkit.text.template import ChatTemplate
@@ -56,15 +55,17 @@ class ResidentModel:
         self._model: CausalLM | None = build_model(checkpoint, config, progress)
         self._runner: Runner | None = Runner(self._model, config, config.num_blocks)
 
-    def prepare(self, plan: Plan) -> Batch:
+    copies_states = Runner.copies_states
+
+    def prepare(self, plan: Plan) -> PreparedStep:
         """Host work of a step."""
         assert self._runner is not None, "a sleeping model runs no steps"
         return self._runner.prepare(plan)
 
-    def execute(self, batch: Batch) -> Tensor:
+    def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32 of a prepared step."""
         assert self._runner is not None, "a sleeping model runs no steps"
-        return self._runner.execute(batch)
+        return self._runner.execute(step)
 
     def sleep(self, level: int) -> None:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
