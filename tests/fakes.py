@@ -11,47 +11,53 @@ import torch
 
 from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.sequence import Plan
+from vkit.text.tokenizer import Tokenizer
+from vkit.text.vocabulary import Vocabulary
 
-EOS = 1
 FULL = [CacheGroup(0, CacheKind.FULL, (0,))]
 
 
-class ByteTokenizer:
-    """One token per byte, ids 0..255; BOS, EOS and the given merged texts follow."""
+class _ByteEncoder:
+    """Longest merged text first, else bytes."""
 
-    def __init__(self, merges: Sequence[str] = (), *, adds_bos: bool = False) -> None:
-        self.bos_token_id: int | None = 256
-        self.eos_token_id: int | None = 257
-        self.adds_bos = adds_bos
-        self._bytes = [bytes([value]) for value in range(256)] + [b"<bos>", b"<eos>"]
-        self._bytes.extend(text.encode() for text in merges)
-        self.vocab_size = len(self._bytes)
-        self.special_ids = frozenset({256, 257})
-        self.eos_token_ids = (257,)
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._merged = sorted(((piece, 258 + i) for i, piece in enumerate(pieces)), key=lambda entry: -len(entry[0]))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        ids = [256] if add_special_tokens and self.adds_bos else []
-        data = text.encode()
-        position = 0
-        while position < len(data):
-            best = data[position]
-            for token_id in range(self.vocab_size - 1, 257, -1):
-                merged = self._bytes[token_id]
-                if data.startswith(merged, position) and len(merged) > len(self._bytes[best]):
-                    best = token_id
-            ids.append(best)
-            position += len(self._bytes[best])
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        ids = []
+        rest = text.encode()
+        while rest:
+            piece, token_id = next((entry for entry in self._merged if rest.startswith(entry[0])), (rest[:1], rest[0]))
+            ids.append(token_id)
+            rest = rest[len(piece) :]
         return ids
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        kept = [self._bytes[i] for i in ids if not (skip_special_tokens and i in self.special_ids)]
-        return b"".join(kept).decode("utf-8", "replace")
 
-    def token_text(self, token_id: int) -> str:
-        return self._bytes[token_id].decode("utf-8", "replace")
+BOS_ID, EOS_ID = 256, 257
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._bytes[token_id]
+
+def byte_tokenizer(
+    merges: Sequence[str] = (), *, adds_bos: bool = False, chat_template: str | None = None
+) -> Tokenizer:
+    """One token per byte, ids 0..255; BOS and EOS and the given merged texts follow."""
+    pieces = [*(f"<{value}>" for value in range(256)), "<bos>", "<eos>", *merges]
+    special = frozenset({BOS_ID, EOS_ID})
+    vocabulary = Vocabulary(
+        size=len(pieces),
+        piece=lambda token_id: pieces[token_id] if token_id < len(pieces) else None,
+        added_ids=special,
+        special_ids=special,
+        spell=str.encode,
+        byte_values={value: value for value in range(256)},
+    )
+    return Tokenizer(
+        _ByteEncoder([text.encode() for text in merges]),
+        vocabulary,
+        prefix=[BOS_ID] if adds_bos else [],
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        chat_templates={"default": chat_template} if chat_template else None,
+    )
 
 
 def context_key(groups: Sequence[CacheGroup], token_ids: Sequence[int]) -> int:
@@ -99,9 +105,7 @@ class FakeRunner:
 
     copies_states = True
 
-    def __init__(
-        self, groups: Sequence[CacheGroup], num_blocks: int, block_size: int, *, vocab_size: int = 24
-    ) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], num_blocks: int, block_size: int, *, vocab_size: int = 24) -> None:
         self.groups = list(groups)
         self.block_size = block_size
         self.vocab_size = vocab_size

@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vkit.async_engine import AsyncLLM
+    from vkit.beam_search import BeamSearchParams
     from vkit.config import EngineArgs, EngineConfig
     from vkit.default_model import resolve_model
     from vkit.errors import (
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
         UsageError,
         VkitError,
     )
+    from vkit.inputs import PromptOptions
+    from vkit.llm import LLM
+    from vkit.scoring import LabelScores
     from vkit.types import (
         CompletionOutput,
         FinishReason,
@@ -38,6 +43,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
     "EngineArgs",
@@ -46,11 +54,13 @@ __all__ = [
     "ExitStatus",
     "FinishReason",
     "InvalidRequest",
+    "LabelScores",
     "Logprob",
     "MissingExtra",
     "ModelLoadError",
     "OutOfMemoryPreflight",
     "OutputKind",
+    "PromptOptions",
     "RepetitionDetection",
     "RequestFailed",
     "RequestMetrics",
@@ -63,6 +73,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "vkit.async_engine": ("AsyncLLM",),
+    "vkit.beam_search": ("BeamSearchParams",),
+    "vkit.inputs": ("PromptOptions",),
+    "vkit.llm": ("LLM",),
+    "vkit.scoring": ("LabelScores",),
     "vkit.config": ("EngineArgs", "EngineConfig"),
     "vkit.default_model": ("resolve_model",),
     "vkit.errors": (

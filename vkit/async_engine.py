@@ -127,9 +127,7 @@ class AsyncLLM:
             request_id = f"request-{self._num_unnamed}"
         keywords: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "options": options}
         if _is_long(prompt):
-            request = await asyncio.to_thread(
-                self._inputs.process, prompt, params, request_id=request_id, **keywords
-            )
+            request = await asyncio.to_thread(self._inputs.process, prompt, params, request_id=request_id, **keywords)
         else:
             request = self._inputs.process(prompt, params, request_id=request_id, **keywords)
         stream = _Stream(self._mailbox(), params.output_kind)
@@ -219,7 +217,7 @@ class AsyncLLM:
         return self._loaded.engine.stats()
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, let running ones finish for at most `drain_s` seconds, end the rest, free the model."""
+        """Take no more requests, let running ones finish for at most `drain_s` seconds, end the rest, free all."""
         await asyncio.to_thread(self.close, drain_s)
 
     def close(self, drain_s: float = 0.0) -> None:

@@ -106,11 +106,8 @@ class Engine:
         self.metrics = EngineMetrics(settings.limits.max_model_len, measures_blocks=settings.measures_blocks)
         self.events = CacheEvents()
         self.pool = BlockPool(settings.num_blocks, self.events)
-        if settings.measures_blocks:
-            lifetime, idle, gap = self.metrics.blocks
-            self.pool.lifetimes = BlockLifetimes(
-                lambda lived, idled: (lifetime.observe(lived), idle.observe(idled))[0], gap.observe, clock
-            )
+        if self.metrics.blocks is not None:
+            self.pool.lifetimes = BlockLifetimes(*self.metrics.blocks, clock)
         hasher = None
         if settings.enable_prefix_caching:
             hasher = BlockHasher(
@@ -441,7 +438,8 @@ class Engine:
             Sample("", {"reason": "deferred"}, deferred),
         ]
         sleeping = [
-            Sample("", {"sleep_state": state}, int(level == self.sleep_level)) for level, state in enumerate(SLEEP_STATES)
+            Sample("", {"sleep_state": state}, int(level == self.sleep_level))
+            for level, state in enumerate(SLEEP_STATES)
         ]
         return [
             gauge("vllm:num_requests_running", "Sequences in the running batch", len(scheduler.running)),
@@ -464,7 +462,7 @@ def _sleeper(runner: Any) -> SleepControl:
 def _check_copies_states(runner: object) -> None:
     if not getattr(runner, "copies_states", False):
         raise UsageError(
-            "--enable-prefix-caching: this model has recurrent layers, whose states cannot be reused between requests yet"
+            "--enable-prefix-caching: this model has recurrent layers, whose states cannot be reused between requests"
         )
 
 

@@ -1,7 +1,7 @@
 """The one thread an engine runs on, and how other threads talk to it. Adds no policy.
 
-Everything reaches the engine as a call put into one inbox, which is emptied between steps; so the engine itself needs no
-lock. A step loop that fails takes all requests down with it, in words, and stays down.
+Everything reaches the engine as a call put into one inbox, which is emptied between steps; so the engine itself needs
+no lock. A step loop that fails takes all requests down with it, in words, and stays down.
 """
 
 from __future__ import annotations

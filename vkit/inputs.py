@@ -272,9 +272,7 @@ class InputProcessor:
         if constraint is None:
             return None
         if self.compile_grammar is None:
-            raise InvalidRequest(
-                "structured_outputs: this engine has no grammar backend", param="structured_outputs"
-            )
+            raise InvalidRequest("structured_outputs: this engine has no grammar backend", param="structured_outputs")
         compile_grammar = self.compile_grammar
         first: list[Future[Grammar]] = [compile_grammar(constraint)]  # checked now; the first child takes this one
         return lambda: first.pop() if first else compile_grammar(constraint)

@@ -199,9 +199,7 @@ class LLM:
 
     def _next_tokens(self, prompts: list[list[int]], num_logprobs: int) -> list[RequestOutput]:
         """One token after each prompt, with the likeliest alternatives."""
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, logprobs=num_logprobs, detokenize=False, ignore_eos=True
-        )
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_logprobs, detokenize=False, ignore_eos=True)
         outputs = self.generate(list(prompts), params, options=PromptOptions(max_logprobs=-1))
         for output in outputs:
             _check(output)

@@ -300,7 +300,7 @@ def _top_k_bound(scaled: Tensor, rules: Truncation) -> Tensor:
     num_chunks = scaled.shape[1] // _CHUNK
     if rules.max_top_k > num_chunks:
         return torch.full_like(rules.min_p, NEGATIVE_INFINITY)
-    maxima = scaled[:, : num_chunks * _CHUNK].unflatten(1, (num_chunks, _CHUNK)).amax(2)
+    maxima = scaled[:, : num_chunks * _CHUNK].reshape(-1, num_chunks, _CHUNK).amax(2)
     leading = maxima.topk(rules.max_top_k, dim=1).values
     bound = leading.gather(1, (rules.top_k - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
     return torch.where(rules.top_k > 0, bound, NEGATIVE_INFINITY)

@@ -15,9 +15,7 @@ from vkit.types import FinishReason
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
-TOKEN_TIME_BUCKETS = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
-)
+TOKEN_TIME_BUCKETS = (*(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),)
 REQUEST_TIME_BUCKETS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),
 )
@@ -194,7 +192,7 @@ class EngineMetrics:
         self.inference = seconds("request_inference_time", "First scheduling to last token")
         self.prefill = seconds("request_prefill_time", "First scheduling to first token")
         self.decode = seconds("request_decode_time", "First token to last token")
-        self.blocks: tuple[Histogram, ...] = ()
+        self.blocks: tuple[Histogram, Histogram, Histogram] | None = None
         if measures_blocks:
             self.blocks = (
                 seconds("kv_block_lifetime", "Allocation to eviction of cached blocks", BLOCK_TIME_BUCKETS),
@@ -221,9 +219,9 @@ class EngineMetrics:
 
     def families(self) -> list[MetricFamily]:
         """A snapshot of all counters and histograms."""
-        return [
-            value.family() for value in self.__dict__.values() if isinstance(value, Counter | Histogram)
-        ] + [histogram.family() for histogram in self.blocks]
+        return [value.family() for value in self.__dict__.values() if isinstance(value, Counter | Histogram)] + [
+            histogram.family() for histogram in self.blocks
+        ]
 
 
 @dataclass(frozen=True, slots=True)

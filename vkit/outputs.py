@@ -45,7 +45,9 @@ class _Text:
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
-        self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None
+        self._matcher = (
+            StopMatcher(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None
+        )
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
 

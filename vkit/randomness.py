@@ -13,6 +13,7 @@ from torch import Tensor
 
 _MASK_64 = 2**64 - 1
 
+
 def gumbel_bounds() -> tuple[float, float]:
     """Smallest and largest value of -log(q) for the noise q this module makes (32 random bits)."""
     smallest_q = -math.log1p(-(2.0**-33))

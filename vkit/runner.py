@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from vkit import kernels
 from vkit.batch import Batch, BatchBuilder
 from vkit.cache.store import TensorStore
 from vkit.models.base import CausalLM
-from vkit.sequence import Plan
+from vkit.sequence import Plan, StateCopy
 
 
 class RunnerConfig(Protocol):
@@ -34,8 +35,19 @@ class RunnerConfig(Protocol):
         """Most tokens of one sequence."""
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """One step's tensors, and the states to copy before it runs."""
+
+    batch: Batch
+    state_copies: list[StateCopy]
+
+
 class Runner:
     """A model, its cache and the forward pass over both."""
+
+    copies_states = True
+    """Whether plans may ask for states to be copied, so that prefixes of recurrent models can be reused."""
 
     def __init__(self, model: CausalLM, config: RunnerConfig, num_blocks: int) -> None:
         self.model = model
@@ -57,12 +69,20 @@ class Runner:
         )
         self._step = kernels.wrap_step(device.type, self._run)
 
+    def prepare(self, plan: Plan) -> PreparedStep:
+        """Everything of a step but its arithmetic; to be done before the next plan is made."""
+        return PreparedStep(self._builder.build(plan), plan.state_copies)
+
     @torch.inference_mode()
-    def forward(self, plan: Plan) -> Tensor:
+    def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order."""
-        for copy in plan.state_copies:
+        for copy in step.state_copies:
             self.store.copy_block(copy.group, copy.source, copy.target)
-        return self._step(self._builder.build(plan))
+        return self._step(step.batch)
+
+    def forward(self, plan: Plan) -> Tensor:
+        """`execute` of `prepare`."""
+        return self.execute(self.prepare(plan))
 
     def _run(self, batch: Batch) -> Tensor:
         hidden = self.model.forward(batch)

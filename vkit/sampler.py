@@ -288,7 +288,9 @@ class Sampler:
         first_position = item.start + item.num_tokens - item.num_logits
         next_position = max(1, len(sequence.prompt_logprobs))
         skip = next_position - 1 - first_position
-        targets = sequence.token_ids[next_position : min(item.start + item.num_tokens, sequence.num_prompt_tokens - 1) + 1]
+        targets = sequence.token_ids[
+            next_position : min(item.start + item.num_tokens, sequence.num_prompt_tokens - 1) + 1
+        ]
         if skip < 0 or not targets:
             return
         values = self._snapshot(logits[skip : skip + len(targets)])

@@ -311,7 +311,9 @@ class Scheduler:
             return False
         if limits.max_num_partial_prefills and num_partial >= limits.max_num_partial_prefills:
             return False
-        return not (is_long and limits.max_long_partial_prefills and num_long_partial >= limits.max_long_partial_prefills)
+        return not (
+            is_long and limits.max_long_partial_prefills and num_long_partial >= limits.max_long_partial_prefills
+        )
 
     def _count_partial(self) -> tuple[int, int]:
         """Running sequences whose prompt this step leaves half computed, and how many of them are long."""

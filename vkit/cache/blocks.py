@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from vkit.cache.events import AllBlocksCleared, BlockRemoved, CacheEvents
 
@@ -17,17 +18,22 @@ BlockKey = tuple[int, bytes]
 """(cache group, block hash)."""
 
 
+class Observer(Protocol):
+    """Takes measured values."""
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+
+
 class BlockLifetimes:
     """Measures how long blocks live, idle and wait for reuse, in seconds. Only kept when someone asks for it."""
 
     def __init__(
-        self,
-        on_evict: Callable[[float, float], None],
-        on_reuse: Callable[[float], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, lifetime: Observer, idle: Observer, reuse_gap: Observer, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._on_evict = on_evict
-        self._on_reuse = on_reuse
+        self._lifetime = lifetime
+        self._idle = idle
+        self._reuse_gap = reuse_gap
         self._clock = clock
         self._born: dict[int, float] = {}
         self._last_used: dict[int, float] = {}
@@ -39,13 +45,14 @@ class BlockLifetimes:
     def reused(self, block: int) -> None:
         """The block's content was found by another sequence."""
         now = self._clock()
-        self._on_reuse(now - self._last_used.get(block, now))
+        self._reuse_gap.observe(now - self._last_used.get(block, now))
         self._last_used[block] = now
 
     def evicted(self, block: int) -> None:
         """The block's content is forgotten."""
         now = self._clock()
-        self._on_evict(now - self._born.pop(block, now), now - self._last_used.pop(block, now))
+        self._lifetime.observe(now - self._born.pop(block, now))
+        self._idle.observe(now - self._last_used.pop(block, now))
 
 
 class BlockPool:
@@ -184,8 +191,6 @@ class BlockPool:
         self._previous[after] = before
 
     def _link(self, block: int, *, at_head: bool) -> None:
-        before, after = (
-            (NULL_BLOCK, self._next[NULL_BLOCK]) if at_head else (self._previous[NULL_BLOCK], NULL_BLOCK)
-        )
+        before, after = (NULL_BLOCK, self._next[NULL_BLOCK]) if at_head else (self._previous[NULL_BLOCK], NULL_BLOCK)
         self._next[before] = self._previous[after] = block
         self._previous[block], self._next[block] = before, after
