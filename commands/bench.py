@@ -452,10 +452,15 @@ def _model_path(sources: _options.ModelFlags, *, is_synthetic: bool) -> Iterator
 
 
 def _engine_target(path: str, keywords: dict[str, Any]) -> Target:
-    from vkit import AsyncLLM, EngineArgs
+    from vkit import EngineArgs
+
+    args = EngineArgs(model=path, **keywords)  # contradictions end here, before torch is imported
+
+    from vkit import AsyncLLM
     from vkit.benchmark.targets import EngineTarget
 
-    return EngineTarget(AsyncLLM(EngineArgs(model=path, **keywords)))
+    with _render.load_progress(Path(path).name) as progress:
+        return EngineTarget(AsyncLLM(args, on_load_progress=progress))
 
 
 def _measure_server(

@@ -16,6 +16,53 @@ _vkit() {
         esac
     done
     case "$command:$previous" in
+        'bench:--model') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'bench:--revision') COMPREPLY=(); return ;;
+        'bench:--download-dir') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'bench:--tokenizer') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'bench:--tokenizer-config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'bench:--chat-template') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'bench:--dataset') COMPREPLY=($(compgen -W 'random sharegpt jsonl shared-prefix' -- "$current")); return ;;
+        'bench:--dataset-path') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'bench:--num-prompts') COMPREPLY=(); return ;;
+        'bench:--input-len') COMPREPLY=(); return ;;
+        'bench:--output-len') COMPREPLY=(); return ;;
+        'bench:--prefix-len') COMPREPLY=(); return ;;
+        'bench:--num-prefixes') COMPREPLY=(); return ;;
+        'bench:--temperature') COMPREPLY=(); return ;;
+        'bench:--seed') COMPREPLY=(); return ;;
+        'bench:--concurrency') COMPREPLY=(); return ;;
+        'bench:--request-rate') COMPREPLY=(); return ;;
+        'bench:--burstiness') COMPREPLY=(); return ;;
+        'bench:--batch-sizes') COMPREPLY=(); return ;;
+        'bench:--num-batches') COMPREPLY=(); return ;;
+        'bench:--slo') COMPREPLY=(); return ;;
+        'bench:--url') COMPREPLY=(); return ;;
+        'bench:--endpoint') COMPREPLY=($(compgen -W 'completions chat' -- "$current")); return ;;
+        'bench:--served-model-name') COMPREPLY=(); return ;;
+        'bench:--api-key') COMPREPLY=(); return ;;
+        'bench:--json') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'bench:--plot') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'bench:--output-token-ids') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'bench:--compare') COMPREPLY=(); return ;;
+        'bench:--device') COMPREPLY=($(compgen -W 'auto cpu cuda' -- "$current")); return ;;
+        'bench:--dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
+        'bench:--max-model-len') COMPREPLY=(); return ;;
+        'bench:--block-size') COMPREPLY=(); return ;;
+        'bench:--num-blocks') COMPREPLY=(); return ;;
+        'bench:--kv-cache-memory') COMPREPLY=(); return ;;
+        'bench:--gpu-memory-utilization') COMPREPLY=(); return ;;
+        'bench:--max-num-batched-tokens') COMPREPLY=(); return ;;
+        'bench:--scheduling-policy'|'bench:--schedule-policy') COMPREPLY=($(compgen -W 'fcfs priority lpm' -- "$current")); return ;;
+        'bench:--long-prefill-token-threshold') COMPREPLY=(); return ;;
+        'bench:--max-num-partial-prefills') COMPREPLY=(); return ;;
+        'bench:--max-long-partial-prefills') COMPREPLY=(); return ;;
+        'bench:--prefix-caching-hash-algo') COMPREPLY=($(compgen -W 'sha256 sha256_cbor' -- "$current")); return ;;
+        'bench:--threads') COMPREPLY=(); return ;;
+        'bench:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
+        'bench:--hf-overrides') COMPREPLY=(); return ;;
+        'bench:--max-num-seqs') COMPREPLY=(); return ;;
+        'bench:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'chat:--system') COMPREPLY=(); return ;;
         'chat:--max-tokens') COMPREPLY=(); return ;;
         'chat:--temperature') COMPREPLY=(); return ;;
@@ -87,7 +134,8 @@ _vkit() {
         'tokenize:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
     esac
     case "$command" in
-        '') words='chat complete completion config doctor models tokenize --version -h --help' ;;
+        '') words='bench chat complete completion config doctor models tokenize --version -h --help' ;;
+        'bench') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --synthetic --dataset --dataset-path --num-prompts --input-len --output-len --prefix-len --num-prefixes --temperature --seed --concurrency --request-rate --burstiness --batch-sizes --num-batches --slo --url --endpoint --served-model-name --api-key --json --plot --plot-terminal --output-token-ids --compare --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --deterministic --threads --cpu-precision --gguf-dequantize --no-mmap --hf-overrides --max-num-seqs --config -h --help' ;;
         'chat') words='--system --max-tokens --temperature --top-p --top-k --seed --stop --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --deterministic --threads --cpu-precision --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
         'complete') words='--prompt --prompt-file --chat --stream --json --logprobs --repeat --max-tokens --temperature --top-p --top-k --seed --stop --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --max-num-seqs --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --deterministic --threads --cpu-precision --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
         'completion') words='--config -h --help bash zsh fish' ;;

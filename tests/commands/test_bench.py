@@ -238,7 +238,7 @@ class FakeAsyncLLM:
         def encode(text: str) -> list[int]:
             return list(text.encode())
 
-    def __init__(self, args: vkit.EngineArgs) -> None:
+    def __init__(self, args: vkit.EngineArgs, *, on_load_progress: object = None) -> None:
         self.args = args
         self.params: list[SamplingParams] = []
         self.is_shut_down = False
