@@ -1,0 +1,1 @@
+"""Text in, text out: tokenizers, incremental detokenising, stop strings, chat templates. No model, no torch."""

@@ -1,0 +1,363 @@
+"""Tokenizers rebuilt from the metadata of a GGUF file. Takes a plain mapping of keys; reads no file itself.
+
+Source: the GGUF specification (tokenizer.ggml.*) and the behaviour of llama.cpp, to whose token ids these are equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from vkit.errors import CheckpointError, ModelLoadError
+from vkit.text.pretokenizers import LINES, WHOLE_WORDS_FIRST, patterns_for
+from vkit.text.settings import DEFAULT_TEMPLATE, TokenizerSettings
+from vkit.text.tokenizer import Tokenizer
+from vkit.text.vocabulary import WORD_START, Vocabulary, byte_level_bytes, sentencepiece_bytes
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Values of tokenizer.ggml.token_type."""
+
+_MODELS = ("gpt2", "llama", "gemma4")
+_PREFIX = "tokenizer.ggml."
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+_END_TEXTS = frozenset(
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|endoftext|>"),
+        *("<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"),
+        *("<｜end▁of▁sentence｜>", "<end_of_utterance>", "<|return|>", "<|call|>"),
+    }
+)
+"""Texts of control and user-defined tokens that end a generation."""
+
+_CHANNEL_END_TEXTS = frozenset({"<|return|>", "<|call|>"})
+"""In a vocabulary with one of these, <|end|> only ends a part of the answer."""
+
+# White space as the tokenizer library sees it; str.strip() would also take U+001C to U+001F.
+_WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """The tokenizer part of a file's metadata, checked."""
+
+    values: Mapping[str, Any]
+    architecture: str
+    origin: str
+
+    @cached_property
+    def model(self) -> str:
+        model = self.values.get(_PREFIX + "model")
+        if model is None:
+            raise CheckpointError(f"{self.origin}: the file holds no tokenizer (no {_PREFIX}model)")
+        if model not in _MODELS:
+            raise ModelLoadError(
+                f"{self.origin}: tokenizer model {model!r} is not supported (supported: {', '.join(_MODELS)})"
+            )
+        return str(model)
+
+    @cached_property
+    def pre(self) -> str | None:
+        pre = self.values.get(_PREFIX + "pre")
+        return None if pre is None else str(pre)
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        return self._array("tokens")
+
+    @cached_property
+    def types(self) -> list[int]:
+        if self.values.get(_PREFIX + "token_type") is None and self.model == "gpt2":
+            return [NORMAL] * len(self.tokens)
+        return self._array("token_type", len(self.tokens))
+
+    @cached_property
+    def scores(self) -> list[float]:
+        return self._array("scores", len(self.tokens))
+
+    @cached_property
+    def merges(self) -> list[str]:
+        return self._array("merges")
+
+    def ids_of(self, *types: int) -> list[int]:
+        """Ids of the tokens of these types, rising."""
+        return [i for i, kind in enumerate(self.types) if kind in types]
+
+    def texts_of(self, *types: int) -> dict[str, int]:
+        """Id by text of the tokens of these types; of equal texts the last one counts, as in llama.cpp.
+
+        Texts that were not UTF-8 are left out: no text can hold them.
+        """
+        tokens = self.tokens
+        return {tokens[i]: i for i in self.ids_of(*types) if tokens[i] and _is_unicode(tokens[i])}
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(_PREFIX + key)
+        return default if value is None else bool(value)
+
+    def token_id(self, role: str) -> int | None:
+        value = self.values.get(f"{_PREFIX}{role}_token_id")
+        if value is None:
+            return None
+        if not 0 <= int(value) < len(self.tokens):
+            raise CheckpointError(
+                f"{self.origin}: {_PREFIX}{role}_token_id is {value}, the vocabulary has {len(self.tokens)} tokens"
+            )
+        return int(value)
+
+    def _array(self, key: str, length: int | None = None) -> list[Any]:
+        value = self.values.get(_PREFIX + key)
+        if value is None:
+            raise CheckpointError(f"{self.origin}: {_PREFIX}{key} is missing, tokenizer model {self.model!r} needs it")
+        items: list[Any] = value if isinstance(value, list) else list(value.tolist())
+        if length is not None and len(items) != length:
+            raise CheckpointError(f"{self.origin}: {_PREFIX}{key} has {len(items)} entries for {length} tokens")
+        return items
+
+
+def tokenizer_from_gguf(
+    metadata: Mapping[str, Any],
+    *,
+    architecture: str,
+    settings: TokenizerSettings | None = None,
+    origin: str = "GGUF metadata",
+) -> Tokenizer:
+    """The tokenizer described by `metadata` (raw keys such as tokenizer.ggml.tokens).
+
+    `settings`, if given, wins over the metadata in what it says; `origin` names the file in messages.
+
+    Raises:
+        CheckpointError: a needed key is missing or contradicts another.
+        ModelLoadError: a tokenizer model that is not supported; the message names it.
+    """
+    data = _Metadata(metadata, architecture, origin)
+    build = {"gpt2": _byte_level_core, "llama": _sentencepiece_core, "gemma4": _character_core}[data.model]
+    core = build(data)
+    user_texts = data.texts_of(USER_DEFINED)
+    encoder = _CutEncoder(core, user_texts, data.texts_of(UNKNOWN, CONTROL, USER_DEFINED), _swallowing_ids(data))
+    settings = settings or TokenizerSettings()
+    bos = _role_id(data, "bos", settings.bos_token)
+    eos = _role_id(data, "eos", settings.eos_token)
+    default_bos = data.model == "llama" or data.pre in WHOLE_WORDS_FIRST
+    adds_bos = _first(settings.add_bos, data.flag("add_bos_token", default_bos))
+    adds_eos = _first(settings.add_eos, data.flag("add_eos_token", False))
+    return Tokenizer(
+        encoder,
+        _vocabulary(data),
+        prefix=[bos] if adds_bos and bos is not None else [],
+        suffix=[eos] if adds_eos and eos is not None else [],
+        bos_token_id=bos,
+        eos_token_id=eos,
+        eos_token_ids=_end_ids(data),
+        chat_templates={**_chat_templates(metadata), **settings.chat_templates},
+        settings=settings.raw,
+    )
+
+
+class _CutEncoder:
+    """Cuts text at added tokens and hands what lies between to a library tokenizer that knows none of them."""
+
+    def __init__(
+        self,
+        core: LibraryTokenizer,
+        always: Mapping[str, int],
+        with_special: Mapping[str, int],
+        swallows_space: frozenset[int],
+    ) -> None:
+        self._core = core
+        self._always = always
+        self._with_special = with_special
+        self._swallows_space = swallows_space
+
+    @cached_property
+    def _plain_cutter(self) -> _Cutter:
+        return _Cutter(self._always)
+
+    @cached_property
+    def _special_cutter(self) -> _Cutter:
+        return _Cutter(self._with_special)
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        cutter = self._special_cutter if parse_special else self._plain_cutter
+        token_ids: list[int] = []
+        swallow = False
+        for part in cutter.cut(text):
+            if isinstance(part, int):
+                token_ids.append(part)
+                swallow = part in self._swallows_space
+                continue
+            if swallow:
+                part = part.lstrip(_WHITE_SPACE)
+            token_ids += self._core.encode(part, add_special_tokens=False).ids
+        return token_ids
+
+
+class _Cutter:
+    """Finds the texts of tokens inside a text: leftmost first, the longest at a position."""
+
+    _GAP = "gap"
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        # A word-level tokenizer whose only word is "anything else": the library's own automaton does the search.
+        self._ids = [-1, *tokens.values()]
+        self._finder = LibraryTokenizer(models.WordLevel({self._GAP: 0}, unk_token=self._GAP))
+        if self._GAP in tokens:
+            raise CheckpointError(f"a special token has the text {self._GAP!r}, which this program keeps for itself")
+        self._finder.add_tokens([AddedToken(text, normalized=False) for text in tokens])
+
+    def cut(self, text: str) -> Iterator[str | int]:
+        """The text between tokens, and the ids of the tokens, in order."""
+        if len(self._ids) == 1:
+            if text:
+                yield text
+            return
+        found = self._finder.encode(text, add_special_tokens=False)
+        for index, (start, end) in zip(found.ids, found.offsets, strict=True):
+            yield self._ids[index] if index else text[start:end]
+
+
+def _byte_level_core(data: _Metadata) -> LibraryTokenizer:
+    """Byte-level BPE: cut by regular expressions, write bytes in the byte alphabet, merge by rank."""
+    vocab = data.texts_of(NORMAL, UNUSED, BYTE)
+    core = LibraryTokenizer(
+        models.BPE(vocab=vocab, merges=_merges(data, vocab), ignore_merges=data.pre in WHOLE_WORDS_FIRST)
+    )
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns_for(data.pre)]
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([*splits, alphabet])
+    return core
+
+
+def _character_core(data: _Metadata) -> LibraryTokenizer:
+    """BPE on characters with bytes as the last resort (gemma4): lines are cut apart, spaces are U+2581."""
+    vocab = data.texts_of(NORMAL, UNUSED, BYTE)
+    core = LibraryTokenizer(_fallback_bpe(data, vocab, _merges(data, vocab)))
+    core.normalizer = normalizers.Replace(" ", WORD_START)
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(LINES[0]), "isolated")
+    return core
+
+
+def _sentencepiece_core(data: _Metadata) -> LibraryTokenizer:
+    """SentencePiece BPE: the pair whose union has the highest score merges first, with bytes as the last resort."""
+    vocab = data.texts_of(NORMAL, USER_DEFINED, UNUSED, BYTE)
+    core = LibraryTokenizer(_fallback_bpe(data, vocab, _merges_by_score(data, vocab)))
+    spaces = normalizers.Replace(" ", WORD_START)
+    has_prefix = _has_space_prefix(data)
+    core.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_START), spaces]) if has_prefix else spaces
+    return core
+
+
+def _fallback_bpe(data: _Metadata, vocab: dict[str, int], merges: list[tuple[str, str]]) -> models.BPE:
+    unknown = data.token_id("unknown")
+    if unknown is None or not _is_unicode(data.tokens[unknown]):
+        return models.BPE(vocab=vocab, merges=merges, byte_fallback=True)
+    text = data.tokens[unknown]
+    return models.BPE(vocab={**vocab, text: unknown}, merges=merges, byte_fallback=True, unk_token=text, fuse_unk=True)
+
+
+def _merges(data: _Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The file's merges as pairs; those that name control tokens or broken texts can never apply and are left out."""
+    pairs = [tuple(merge.split(" ")) for merge in data.merges]
+    for rank, pair in enumerate(pairs):
+        if len(pair) != 2:
+            raise CheckpointError(
+                f"{data.origin}: {_PREFIX}merges: entry {rank} is {' '.join(pair)!r:.80}, not two tokens"
+            )
+    return [(left, right) for left, right in pairs if left in vocab and right in vocab and left + right in vocab]
+
+
+def _merges_by_score(data: _Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Merges that make BPE choose as SentencePiece does: by falling score of the result, then by ids of the parts."""
+    types, tokens, scores = data.types, data.tokens, data.scores
+    parts = {text: i for text, i in vocab.items() if types[i] != BYTE}
+    merges: list[tuple[str, str]] = []
+    for i in sorted(data.ids_of(NORMAL), key=lambda i: -scores[i]):
+        token = tokens[i]
+        if len(token) == 2:
+            if token[0] in parts and token[1] in parts:
+                merges.append((token[0], token[1]))
+            continue
+        cuts = [
+            (parts[token[:at]], parts[token[at:]], at)
+            for at in range(1, len(token))
+            if token[:at] in parts and token[at:] in parts
+        ]
+        cuts.sort()
+        merges += [(token[:at], token[at:]) for _, _, at in cuts]
+    return merges
+
+
+def _vocabulary(data: _Metadata) -> Vocabulary:
+    tokens = data.tokens
+    num_tokens = len(tokens)
+    return Vocabulary(
+        size=num_tokens,
+        piece=lambda token_id: tokens[token_id] if 0 <= token_id < num_tokens else None,
+        added_ids=frozenset(data.ids_of(UNKNOWN, CONTROL, USER_DEFINED)),
+        special_ids=frozenset(data.ids_of(UNKNOWN, CONTROL)),
+        spell=byte_level_bytes if data.model == "gpt2" else sentencepiece_bytes,
+        byte_values={i: int(m[1], 16) for i in data.ids_of(BYTE) if (m := _BYTE_PIECE.fullmatch(tokens[i]))},
+        has_space_prefix=data.model == "llama" and _has_space_prefix(data),
+    )
+
+
+def _has_space_prefix(data: _Metadata) -> bool:
+    return data.flag("add_space_prefix", default=not data.architecture.startswith("gemma"))
+
+
+def _swallowing_ids(data: _Metadata) -> frozenset[int]:
+    """Tokens that take the white space after them along. The file cannot say so; phi-3's own tokenizer does."""
+    if data.architecture != "phi3" or data.model != "llama":
+        return frozenset()
+    texts = data.texts_of(UNKNOWN, CONTROL, USER_DEFINED)
+    return frozenset(
+        token_id
+        for text, token_id in texts.items()
+        if text == "</s>" or (text.startswith("<|") and text.endswith("|>") and text != "<|endoftext|>")
+    )
+
+
+def _end_ids(data: _Metadata) -> frozenset[int]:
+    """Every token that ends a generation."""
+    texts = data.texts_of(CONTROL, USER_DEFINED)
+    ends = {token_id for text, token_id in texts.items() if text in _END_TEXTS}
+    ends |= {token_id for role in ("eos", "eot", "eom") if (token_id := data.token_id(role)) is not None}
+    if not _CHANNEL_END_TEXTS.isdisjoint(texts):
+        ends -= {texts.get("<|end|>", -1)}
+    return frozenset(ends)
+
+
+def _role_id(data: _Metadata, role: str, wanted: str | None) -> int | None:
+    if wanted is None:
+        return data.token_id(role)
+    for token_id, token in enumerate(data.tokens):
+        if token == wanted:
+            return token_id
+    raise CheckpointError(
+        f"{data.origin}: the vocabulary has no token {wanted!r}, which the settings name as {role}_token"
+    )
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    single = metadata.get("tokenizer.chat_template")
+    templates = {DEFAULT_TEMPLATE: str(single)} if single else {}
+    prefix = "tokenizer.chat_template."
+    return templates | {key.removeprefix(prefix): str(metadata[key]) for key in metadata if key.startswith(prefix)}
+
+
+def _first(*values: bool | None) -> bool:
+    return next(bool(value) for value in values if value is not None)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
