@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
-from collections.abc import AsyncIterator, Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ import httpx
 import pytest
 
 from vkit.server.app import create_app
+from vkit.server.lifecycle import NetworkSettings, Service, open_socket
 from vkit.server.settings import ServerSettings
-from vkit.server.state import ServerState
+from vkit.server.state import Phase, ServerState
 
 
 def _fakes() -> Any:
@@ -90,3 +94,85 @@ async def serve() -> AsyncIterator[Callable[..., Served]]:
 def toys() -> Any:
     """The fakes module."""
     return fakes
+
+
+class Process:
+    """A real server in a thread of this process, for what needs sockets."""
+
+    def __init__(self, engine: Any, settings: ServerSettings, network: NetworkSettings, gate: threading.Event) -> None:
+        self.engine = engine
+        self.state = ServerState(settings, max_model_len=engine.max_model_len)
+
+        async def load() -> Any:
+            await asyncio.to_thread(gate.wait)
+            return engine
+
+        self.service = Service(self.state, network, load, open_socket(network))
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.thread.start()
+        self.wait(lambda: self.service.server.started)
+        self.url = self.service.url
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self.loop = asyncio.get_running_loop()
+            await self.service.serve(handles_signals=False)
+
+        with asyncio.Runner(loop_factory=self.service.server.config.get_loop_factory()) as runner:
+            runner.run(main())
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+        """Block until the condition holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "timed out"
+            time.sleep(0.01)
+
+    def ready(self) -> Process:
+        """Block until the model is loaded."""
+        self.wait(lambda: self.state.phase is Phase.READY)
+        return self
+
+    def stop(self) -> None:
+        """Drain and end."""
+        assert self.loop is not None
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.service.stop)
+
+    def close(self) -> None:
+        """End and wait."""
+        if not self.service._is_stopping:
+            self.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    """Starts real servers on 127.0.0.1."""
+    running: list[Process] = []
+
+    def build(
+        engine: Any = None,
+        *,
+        gate: threading.Event | None = None,
+        network: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Any:
+        """`gate`: the model loads when it is set."""
+        if gate is None:
+            gate = threading.Event()
+            gate.set()
+        settings.setdefault("served_model_names", ("toy", "alias/with/slash"))
+        settings.setdefault("model_argument", "toys/toy")
+        settings.setdefault("shutdown_timeout_s", 0.0)
+        engine = engine if engine is not None else fakes.FakeAsyncLLM()
+        listen = NetworkSettings(**{"host": "127.0.0.1", "port": 0, **(network or {})})
+        process = Process(engine, ServerSettings(**settings), listen, gate)
+        running.append(process)
+        return process
+
+    yield build
+    for process in running:
+        process.close()

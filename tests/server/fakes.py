@@ -20,7 +20,7 @@ import jinja2
 import jinja2.sandbox
 
 from vkit.errors import InvalidRequest
-from vkit.server.engine_protocol import EngineStats
+from vkit.metrics import EngineMetrics, MetricFamily, SequenceTimes, gauge
 from vkit.types import (
     CompletionOutput,
     FinishReason,
@@ -82,6 +82,9 @@ class ToyTokenizer:
             return SPECIALS[token_id].encode()
         return self.merged[token_id - FIRST_MERGED]
 
+    def token_piece(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("latin-1")
+
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
@@ -95,6 +98,7 @@ class ToyTemplate:
 
     def __init__(self, source: str = TEMPLATE) -> None:
         self.source = source
+        self.content_format = "string"
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
         environment.filters["tojson"] = lambda value: __import__("json").dumps(value)
 
@@ -112,13 +116,27 @@ class ToyTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
+        joined = [{**message, "content": _joined(message.get("content"))} for message in messages]
+        if continue_final_message:
+            if not joined[-1]["content"]:
+                raise InvalidRequest(
+                    "continue_final_message: the last message has no text", param="continue_final_message"
+                )
+            text = self._text(joined, tools, documents, False, variables)
+            return text[: text.rindex(joined[-1]["content"]) + len(joined[-1]["content"])]
+        return self._text(joined, tools, documents, add_generation_prompt, variables)
+
+    def _text(self, messages: Any, tools: Any, documents: Any, add_generation_prompt: bool, variables: Any) -> str:
         try:
             return self._template.render(
                 messages=messages,
                 tools=tools,
+                documents=documents,
                 add_generation_prompt=add_generation_prompt,
                 bos_token="<s>",
                 eos_token="</s>",
@@ -126,6 +144,10 @@ class ToyTemplate:
             )
         except jinja2.TemplateError as exc:
             raise InvalidRequest(f"chat_template: {exc}", param="chat_template") from None
+
+
+def _joined(content: Any) -> Any:
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 Script = Callable[[list[int]], Sequence[int]]
@@ -163,26 +185,24 @@ class FakeAsyncLLM:
         self.num_aborts = 0
         self.fail_after: int | None = None
         self.cached_prefixes: dict[str | None, set[tuple[int, ...]]] = {}
+        self.measured = EngineMetrics(max_model_len)
         self._seats = asyncio.Semaphore(max_num_seqs)
         self._running = 0
         self._waiting = 0
         self._aborted: dict[str, asyncio.Event] = {}
         self._random = random.Random(0)
-        self.num_queries = 0
-        self.num_hits = 0
 
     def compile_template(self, source: str) -> ToyTemplate:
         return ToyTemplate(source)
 
-    def stats(self) -> EngineStats:
-        return EngineStats(
-            num_running=self._running,
-            num_waiting=self._waiting,
-            kv_cache_usage=min(1.0, self._running / self.num_blocks),
-            prefix_cache_queries=self.num_queries,
-            prefix_cache_hits=self.num_hits,
-            cache_settings={"block_size": "16", "num_gpu_blocks": str(self.num_blocks)},
-        )
+    def metrics(self) -> list[MetricFamily]:
+        return [
+            gauge("vllm:num_requests_running", "running", self._running),
+            gauge("vllm:num_requests_waiting", "waiting", self._waiting),
+            gauge("vllm:kv_cache_usage_perc", "usage", min(1.0, self._running / self.num_blocks)),
+            gauge("vllm:cache_config_info", "settings", 1, {"block_size": "16"}),
+            *self.measured.families(),
+        ]
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         if self._running and not reset_running_requests:
@@ -226,35 +246,53 @@ class FakeAsyncLLM:
                 aborted.cancel()
                 if not getter.done():
                     getter.cancel()
-                    ended = [CompletionOutput(k, "", [], finish_reason=FinishReason.ABORT) for k in sorted(open_ids)]
+                    for _ in open_ids:
+                        self._book(FinishReason.ABORT, times)
+                    open_ids_left = sorted(open_ids)
+                    open_ids.clear()
+                    ended = [CompletionOutput(k, "", [], finish_reason=FinishReason.ABORT) for k in open_ids_left]
                     yield RequestOutput(request_id, None, token_ids, ended, True, metrics=times)
                     return
                 part = getter.result()
                 if isinstance(part, Exception):
                     raise part
+                self.measured.generation_tokens.add(len(part.token_ids))
                 if part.finish_reason is not None:
                     open_ids.discard(part.index)
+                    self._book(part.finish_reason, times)
                 yield RequestOutput(
                     request_id, None, token_ids, [part], not open_ids, prompt_logprobs, num_cached, times
                 )
         finally:
+            for _ in open_ids:
+                self._book(FinishReason.ABORT, times)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._aborted.pop(request_id, None)
+
+    def _book(self, reason: FinishReason, times: RequestMetrics) -> None:
+        now = time.monotonic()
+        first = times.first_token_time
+        self.measured.observe_finished(
+            SequenceTimes(
+                reason, times.arrival_time, times.first_scheduled_time, first, now if first else None, now, 1, 0
+            )
+        )
 
     def _look_up(self, token_ids: list[int], salt: str | None, params: SamplingParams) -> int:
         prefixes = self.cached_prefixes.setdefault(salt, set())
         blocks = [tuple(token_ids[:end]) for end in range(16, len(token_ids), 16)]
         hits = 0
         if params.prompt_logprobs is None:
-            self.num_queries += len(token_ids)
+            self.measured.prefix_cache_queries.add(len(token_ids))
             for block in blocks:
                 if block not in prefixes:
                     break
                 hits = len(block)
-            self.num_hits += hits
+            self.measured.prefix_cache_hits.add(hits)
         prefixes.update(blocks)
+        self.measured.prompt_tokens.add(len(token_ids))
         return hits
 
     async def _sequence(

@@ -6,9 +6,9 @@ The server is written against these protocols so that a scripted engine can stan
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from vkit.metrics import MetricFamily
 from vkit.types import RequestOutput, SamplingParams
 
 
@@ -40,6 +40,9 @@ class Tokenizer(Protocol):
     def token_text(self, token_id: int) -> str:
         """One token's own text."""
 
+    def token_piece(self, token_id: int) -> str:
+        """One token as the vocabulary spells it."""
+
     def token_bytes(self, token_id: int) -> bytes:
         """One token's bytes; part of a character where the token is."""
 
@@ -51,12 +54,18 @@ class ChatTemplate(Protocol):
     def source(self) -> str:
         """The template's Jinja text."""
 
+    @property
+    def content_format(self) -> str:
+        """ "openai" when contents are handed over as lists of parts, "string" otherwise."""
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt text.
@@ -64,25 +73,6 @@ class ChatTemplate(Protocol):
         Raises:
             InvalidRequest: the template refused the messages; its own message is kept.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the engine counts about itself, read whenever metrics are scraped. Counters only ever grow."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_deferred: int = 0
-    """Of the waiting, those held back for something else than room (a grammar, a transfer)."""
-    kv_cache_usage: float = 0.0
-    """Share of the blocks in use, 0..1."""
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    num_corrupted: int = 0
-    iteration_tokens: Sequence[int] = ()
-    """Tokens of each step since the last read."""
-    cache_settings: Mapping[str, str] = field(default_factory=dict)
 
 
 class Engine(Protocol):
@@ -144,8 +134,8 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ids are ignored."""
 
-    def stats(self) -> EngineStats:
-        """Current gauges and counters."""
+    def metrics(self) -> list[MetricFamily]:
+        """A snapshot of everything the engine measures."""
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forget all reusable blocks. False when running requests still hold some."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from vkit.errors import RequestFailed
 from vkit.server.engine_protocol import Engine
-from vkit.server.metrics import SequenceClock
 from vkit.server.state import ServerState
 from vkit.types import (
     CompletionOutput,
@@ -68,7 +66,6 @@ class PromptResult:
     num_cached_tokens: int = 0
     logprobs: list[PositionLogprobs | None] | None = None
     times: RequestMetrics | None = None
-    is_prefilled: bool = False
 
 
 class Run:
@@ -91,14 +88,10 @@ class Run:
         self.num_completion_tokens = 0
         self._priority = priority
         self._cache_salt = cache_salt
-        self._arrival = time.monotonic()
         self._ids = [f"{client_id}#{next(_unique)}" for _ in prompts]
-        self._clocks = {
-            (i, k): SequenceClock(self._arrival) for i, prompt in enumerate(prompts) for k in range(prompt.params.n)
-        }
-        self._unfinished = set(self._clocks)
-        state.admit(len(self._clocks))
-        self._observe_asked()
+        self._num_tokens = {(i, k): 0 for i, prompt in enumerate(prompts) for k in range(prompt.params.n)}
+        self._unfinished = set(self._num_tokens)
+        state.admit(len(self._num_tokens))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -112,16 +105,16 @@ class Run:
 
     def num_tokens_of(self, prompt_index: int, index: int) -> int:
         """Tokens generated so far for one choice."""
-        return self._clocks[prompt_index, index].num_tokens
+        return self._num_tokens[prompt_index, index]
 
-    async def deltas(self, interval: int = 1) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, interval: int = 1, *, kind: OutputKind = OutputKind.DELTA) -> AsyncGenerator[Delta, None]:
         """What each choice gains, as it comes; at most one delta per `interval` tokens, first and last at once.
 
         Raises:
             RequestFailed: a sequence ended in an error of its own.
         """
         held: dict[tuple[int, int], Delta] = {}
-        outputs = self._outputs()
+        outputs = self._outputs(kind)
         try:
             async for delta in outputs:
                 if interval > 1:
@@ -138,7 +131,7 @@ class Run:
     async def whole(self) -> list[list[Choice]]:
         """All choices of all prompts, finished."""
         choices = [[Choice() for _ in range(prompt.params.n)] for prompt in self.prompts]
-        deltas = self.deltas()
+        deltas = self.deltas(kind=OutputKind.FINAL_ONLY)
         try:
             async for delta in deltas:
                 _extend(choices[delta.prompt_index][delta.index], delta)
@@ -146,11 +139,12 @@ class Run:
             await deltas.aclose()
         return choices
 
-    async def _outputs(self) -> AsyncGenerator[Delta, None]:
+    async def _outputs(self, kind: OutputKind) -> AsyncGenerator[Delta, None]:
         state = self.state
         state.running.setdefault(self.client_id, set()).update(self._ids)
         state.num_sequences += len(self._unfinished)
-        source = self._one(0) if len(self.prompts) == 1 else _merged([self._one(i) for i in range(len(self.prompts))])
+        sources = [self._one(i, kind) for i in range(len(self.prompts))]
+        source = sources[0] if len(sources) == 1 else _merged(sources)
         try:
             async for prompt_index, output in source:
                 self._note_prompt(prompt_index, output)
@@ -165,11 +159,11 @@ class Run:
             await source.aclose()
             await self._leave()
 
-    async def _one(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def _one(self, index: int, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt = self.prompts[index]
         outputs = self.engine.generate(
             {"prompt_token_ids": prompt.token_ids},
-            prompt.params.with_(output_kind=OutputKind.DELTA),
+            prompt.params.with_(output_kind=kind),
             request_id=self._ids[index],
             priority=self._priority,
             cache_salt=self._cache_salt,
@@ -181,11 +175,11 @@ class Run:
             await _close(outputs)
 
     async def _leave(self) -> None:
-        """Count what did not finish as aborted, and free it in the engine."""
+        """Free in the engine what did not finish."""
         state = self.state
         left = sorted(self._unfinished)
         for key in left:
-            self._finish(key, FinishReason.ABORT)
+            self._finish(key)
         for index in sorted({prompt_index for prompt_index, _ in left}):
             await self.engine.abort(self._ids[index])
         ids = state.running.get(self.client_id)
@@ -200,21 +194,17 @@ class Run:
             result.logprobs = output.prompt_logprobs
         if output.metrics is not None:
             result.times = output.metrics
-        if not result.is_prefilled and any(part.token_ids or part.finish_reason for part in output.outputs):
-            result.is_prefilled = True
-            result.num_cached_tokens = output.num_cached_tokens
-            self.state.metrics.observe_prompt(len(self.prompts[index].token_ids), output.num_cached_tokens)
+        result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
 
     def _note_part(self, prompt_index: int, part: CompletionOutput) -> Delta | None:
         key = (prompt_index, part.index)
         if key not in self._unfinished:
             return None
-        clock = self._clocks[key]
-        is_first = clock.num_tokens == 0
-        clock.tick(len(part.token_ids), self.state.metrics)
+        is_first = self._num_tokens[key] == 0
+        self._num_tokens[key] += len(part.token_ids)
         self.num_completion_tokens += len(part.token_ids)
         if part.finish_reason is not None:
-            self._finish(key, part.finish_reason)
+            self._finish(key)
             if part.finish_reason is FinishReason.ERROR and part.error:
                 raise RequestFailed(part.error)
         elif not part.token_ids and not part.text:
@@ -232,24 +222,12 @@ class Run:
 
     def _end_aborted(self, prompt_index: int, index: int) -> Delta:
         key = (prompt_index, index)
-        self._finish(key, FinishReason.ABORT)
-        is_first = self._clocks[key].num_tokens == 0
-        return Delta(prompt_index, index, "", [], None, FinishReason.ABORT, None, is_first)
+        self._finish(key)
+        return Delta(prompt_index, index, "", [], None, FinishReason.ABORT, None, self._num_tokens[key] == 0)
 
-    def _finish(self, key: tuple[int, int], reason: FinishReason) -> None:
+    def _finish(self, key: tuple[int, int]) -> None:
         self._unfinished.discard(key)
         self.state.num_sequences -= 1
-        self.state.metrics.observe_sequence(self._clocks[key], reason, self.results[key[0]].times)
-        if not any(other[0] == key[0] for other in self._unfinished):
-            longest = max(clock.num_tokens for other, clock in self._clocks.items() if other[0] == key[0])
-            self.state.metrics.request_max_generation_tokens.observe(longest)
-
-    def _observe_asked(self) -> None:
-        metrics = self.state.metrics
-        for prompt in self.prompts:
-            metrics.request_params_n.observe(prompt.params.n)
-            if prompt.params.max_tokens is not None:
-                metrics.request_params_max_tokens.observe(prompt.params.max_tokens)
 
 
 async def _merged(

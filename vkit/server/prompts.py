@@ -25,6 +25,7 @@ class ChatPrompt:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -71,20 +72,16 @@ async def render_chat(engine: Engine, prompt: ChatPrompt, compile_template: Call
             "This model has no chat template. Start the server with --chat-template, or use /v1/completions.",
             "messages",
         )
-    if prompt.continue_final_message:
-        return await _rendered(template, prompt, open_last=True)
-    return await _rendered(template, prompt, open_last=False)
 
-
-async def _rendered(template: ChatTemplate, prompt: ChatPrompt, *, open_last: bool) -> str:
     def work() -> str:
-        text = template.render(
+        return template.render(
             prompt.messages,
             tools=prompt.tools,
-            add_generation_prompt=prompt.add_generation_prompt and not open_last,
+            documents=prompt.documents,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
             **prompt.variables,
         )
-        return cut_after_last_message(text, prompt.messages[-1]) if open_last else text
 
     try:
         return await asyncio.wait_for(asyncio.to_thread(work), TEMPLATE_TIMEOUT_S)
@@ -92,24 +89,6 @@ async def _rendered(template: ChatTemplate, prompt: ChatPrompt, *, open_last: bo
         raise bad_request(
             f"chat_template: rendering took longer than {TEMPLATE_TIMEOUT_S:g} s", "chat_template"
         ) from None
-
-
-def cut_after_last_message(text: str, message: Mapping[str, Any]) -> str:
-    """The rendered text up to the end of the last message's content, so that it is continued, not answered.
-
-    Raises:
-        Problem: 400 when the content has no text, or the template did not write it.
-    """
-    content = message.get("content")
-    if not isinstance(content, str) or not content.strip():
-        raise bad_request("continue_final_message: the last message must have text content", "continue_final_message")
-    for ending in (content, content.rstrip(), content.strip()):
-        start = text.rfind(ending)
-        if start >= 0:
-            return text[: start + len(ending)]
-    raise bad_request(
-        "continue_final_message: the chat template does not write the last message's content", "continue_final_message"
-    )
 
 
 def token_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> list[list[int]]:

@@ -66,7 +66,6 @@ class ServerSettings:
     """Replaces the checkpoint's generation_config.json; None takes the checkpoint's."""
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     scheduling_policy: str = "fcfs"
-    chat_template_content_format: str = "auto"
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_field: str = "both"
     trust_request_chat_template: bool = True

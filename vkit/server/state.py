@@ -84,6 +84,11 @@ class ServerState:
         raise unavailable(_UNAVAILABLE[phase])
 
     @property
+    def is_busy(self) -> bool:
+        """Whether anybody waits for an answer."""
+        return self.num_http_requests > 0 or self.num_sequences > 0
+
+    @property
     def loaded_engine(self) -> Engine | None:
         """The engine whatever the phase, for display."""
         return self._engine
@@ -94,7 +99,7 @@ class ServerState:
         shape = msgspec.json.encode(dict(engine.settings), order="sorted")
         self.system_fingerprint = f"vkit-{__version__}-{hashlib.sha256(shape).hexdigest()[:8]}"
         self.defaults = Defaults.of(self.settings, engine)
-        self.metrics.watch_engine(engine.stats, engine.max_model_len)
+        self.metrics.read_engine = engine.metrics
 
     def fail(self) -> None:
         """The engine died or never came to life."""

@@ -64,7 +64,9 @@ from vkit.types import FinishReason, PositionLogprobs
 logger = logging.getLogger("vkit.server.requests")
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_RESERVED_VARIABLES = frozenset({"chat_template", "tokenize", "messages", "tools", "add_generation_prompt"})
+_RESERVED_VARIABLES = frozenset(
+    {"chat_template", "tokenize", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
 
 
 @dataclass(slots=True)
@@ -228,9 +230,7 @@ def _tool_use(call: Call, body: ChatBody) -> ToolUse:
     return chat_tool_use(call.state, tools, choice, parallel=body.parallel_tool_calls is not False)
 
 
-def template_variables(
-    call: Call, kwargs: Json | None, *, reasoning_effort: str | None, documents: list[Json] | None = None
-) -> dict[str, Any]:
+def template_variables(call: Call, kwargs: Json | None, *, reasoning_effort: str | None) -> dict[str, Any]:
     """Variables of the template beside the conversation: server defaults, then the request's.
 
     `enable_thinking` is defined only when somebody asked, so that a template's own default stays in force.
@@ -250,8 +250,6 @@ def template_variables(
             )
         variables.setdefault("reasoning_effort", reasoning_effort)
         variables.setdefault("enable_thinking", reasoning_effort != "none")
-    if documents is not None:
-        variables["documents"] = documents
     return variables
 
 
@@ -268,7 +266,6 @@ def chat_prompt(call: Call, body: ChatBody, tool_use: ToolUse) -> ChatPrompt:
     return ChatPrompt(
         template_messages(
             body.messages,
-            keep_parts=keeps_parts(call, source),
             has_developer_role="developer" in source,
             ignored=call.ignored,
         ),
@@ -276,20 +273,10 @@ def chat_prompt(call: Call, body: ChatBody, tool_use: ToolUse) -> ChatPrompt:
         add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
         add_special_tokens=bool(body.add_special_tokens),
-        variables=template_variables(
-            call, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort, documents=body.documents
-        ),
+        documents=body.documents,
+        variables=template_variables(call, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort),
         template=body.chat_template,
     )
-
-
-def keeps_parts(call: Call, source: str) -> bool:
-    """Whether the template is given lists of parts instead of joined text."""
-    form = call.settings.chat_template_content_format
-    if form == "auto":
-        # A template that loops over content parts names their type; joined text suits every other.
-        return "content" in source and ("item['type']" in source or 'item["type"]' in source or ".type ==" in source)
-    return form == "openai"
 
 
 def _wanted(call: Call, body: ChatBody, best_of: int) -> Wanted:

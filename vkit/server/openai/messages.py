@@ -31,27 +31,25 @@ _KNOWN_KEYS = frozenset(
 
 
 def template_messages(
-    messages: Sequence[Json], *, keep_parts: bool, has_developer_role: bool, ignored: list[str], where: str = "messages"
+    messages: Sequence[Json], *, has_developer_role: bool, ignored: list[str], where: str = "messages"
 ) -> list[Json]:
-    """The conversation, checked. Text parts are joined with a newline unless `keep_parts`.
+    """The conversation, checked. Parts stay a list: the template knows whether it wants them joined.
 
     Raises:
         Problem: 400 naming the message and its key.
     """
     if not messages:
         raise bad_request(f"{where}: must have at least one message", where)
-    return [
-        _message(message, f"{where}.{i}", keep_parts, has_developer_role, ignored) for i, message in enumerate(messages)
-    ]
+    return [_message(message, f"{where}.{i}", has_developer_role, ignored) for i, message in enumerate(messages)]
 
 
-def _message(message: Json, where: str, keep_parts: bool, has_developer_role: bool, ignored: list[str]) -> Json:
+def _message(message: Json, where: str, has_developer_role: bool, ignored: list[str]) -> Json:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise bad_request(f"{where}.role: expected a role name, got {clip(role)}", f"{where}.role")
     ignored.extend(f"{where}.{key}" for key in message if key not in _KNOWN_KEYS and message[key] is not None)
     made: Json = {"role": "system" if role == "developer" and not has_developer_role else role}
-    made["content"] = _content(message.get("content"), role, where, keep_parts)
+    made["content"] = _content(message.get("content"), role, where)
     for key in ("name", "tool_call_id"):
         if message.get(key) is not None:
             made[key] = _text(message[key], f"{where}.{key}")
@@ -107,7 +105,7 @@ def parse_arguments(text: str, where: str) -> Any:
         raise bad_request(f"{where}: not valid JSON ({exc})", where) from None
 
 
-def _content(content: Any, role: str, where: str, keep_parts: bool) -> str | list[Json]:
+def _content(content: Any, role: str, where: str) -> str | list[Json]:
     where = f"{where}.content"
     if isinstance(content, str):
         return content
@@ -117,10 +115,7 @@ def _content(content: Any, role: str, where: str, keep_parts: bool) -> str | lis
         raise bad_request(f"{where}: this field is required for role {clip(role)!r}", where)
     if not isinstance(content, list):
         raise bad_request(f"{where}: expected a string or a list of parts", where)
-    texts = [part_text(part, f"{where}.{i}") for i, part in enumerate(content)]
-    if keep_parts:
-        return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)
+    return [{"type": "text", "text": part_text(part, f"{where}.{i}")} for i, part in enumerate(content)]
 
 
 def part_text(part: Any, where: str) -> str:

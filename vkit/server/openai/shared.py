@@ -158,11 +158,10 @@ def now() -> int:
 def with_load_header(call: Call, headers: dict[str, str]) -> dict[str, str]:
     """Adds the endpoint-load-metrics header when the request asks for it."""
     form = (call.header("endpoint-load-metrics-format") or "").lower()
-    engine = call.state.loaded_engine
-    if form not in ("text", "json") or engine is None:
+    if form not in ("text", "json"):
         return headers
-    stats = engine.stats()
-    usage, waiting = round(stats.kv_cache_usage, 6), stats.num_waiting
+    usage = round(call.state.metrics.engine_value("vllm:kv_cache_usage_perc"), 6)
+    waiting = int(call.state.metrics.engine_value("vllm:num_requests_waiting"))
     if form == "text":
         value = f"TEXT named_metrics.kv_cache_usage_perc={usage}, named_metrics.num_requests_waiting={waiting}"
     else:

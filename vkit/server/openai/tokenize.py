@@ -31,7 +31,7 @@ async def tokenize(call: Call) -> Response[Any]:
     else:
         raise bad_request("prompt: either prompt or messages is required", "prompt")
     engine = call.state.engine
-    strings = [engine.tokenizer.token_text(i) for i in token_ids] if body.return_token_strs else None
+    strings = [engine.tokenizer.token_piece(i) for i in token_ids] if body.return_token_strs else None
     return call.json(TokenizeReply(len(token_ids), engine.max_model_len, token_ids, strings))
 
 
