@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from vkit.commands import _options, _render
 
+from vkit.commands import _options, _render
 from vkit.errors import ExitStatus, UsageError, VkitError
 
 if TYPE_CHECKING:
