@@ -1,0 +1,336 @@
+// The part that is the same on every machine: thread pool, choice of level, replay of programs, the C ABI.
+#include "vk.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+
+extern "C" const VkLevel* vk_level_scalar();
+#if defined(__x86_64__)
+extern "C" const VkLevel* vk_level_avx2();
+extern "C" const VkLevel* vk_level_avx512vnni();
+#endif
+
+namespace {
+
+// -------------------------------------------------------------------------------------------- waiting
+//
+// Spin for about 40 microseconds, then sleep in the kernel: a spinning thread that shares its core with another program
+// would keep the very thread it waits for from running.
+
+constexpr int SPINS = 1500;
+constexpr int MAX_THREADS = 256;
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+struct Gate {
+    alignas(64) std::atomic<uint32_t> phase{0};
+    std::atomic<uint32_t> sleepers{0};
+
+    void wait_past(uint32_t seen) {
+        for (int i = 0; i < SPINS; ++i) {
+            if (phase.load(std::memory_order_acquire) != seen) return;
+            relax();
+        }
+        sleepers.fetch_add(1);
+        while (phase.load() == seen) syscall(SYS_futex, &phase, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+        sleepers.fetch_sub(1);
+    }
+    void open() {
+        phase.fetch_add(1);
+        if (sleepers.load()) syscall(SYS_futex, &phase, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    }
+};
+
+// -------------------------------------------------------------------------------------------- the pool
+
+struct Pool {
+    int num_threads = 1;    // wanted
+    int num_running = 1;    // workers that exist, plus the caller
+    pthread_t threads[MAX_THREADS];
+    Gate start, barrier, done;
+    alignas(64) std::atomic<int> arrived{0};
+    alignas(64) std::atomic<int> left{0};
+    bool stopping = false;
+
+    const VkLevel* level = nullptr;
+    const VkOp* ops = nullptr;
+    const VkStep* step = nullptr;
+    int num_ops = 0;
+    int32_t* counters = nullptr;
+    size_t counters_size = 0;
+    uint8_t* scratch[MAX_THREADS] = {};
+    size_t scratch_size = 0;
+    uint8_t* shared = nullptr;
+    size_t shared_size = 0;
+};
+
+Pool* pool = new Pool;
+pthread_mutex_t running = PTHREAD_MUTEX_INITIALIZER;
+
+void meet(Pool* p) {
+    const uint32_t seen = p->barrier.phase.load(std::memory_order_relaxed);
+    if (p->arrived.fetch_add(1) + 1 == p->num_running) {
+        p->arrived.store(0);
+        p->barrier.open();
+    } else {
+        p->barrier.wait_past(seen);
+    }
+}
+
+// Every thread walks the whole list; threads meet where an op that was shared out, or is about to be, begins.
+void walk(Pool* p, int tid) {
+    const int nth = p->num_running;
+    bool was_parallel = false;
+    for (int i = 0; i < p->num_ops; ++i) {
+        const VkOp* op = p->ops + i;
+        const int64_t rows = vk_rows(op, p->step);
+        const bool is_parallel = nth > 1 && p->level->is_parallel(op, rows);
+        if (nth > 1 && i && (was_parallel || is_parallel)) meet(p);
+        was_parallel = is_parallel;
+        if (!is_parallel && tid) continue;
+        VkCtx ctx;
+        ctx.tid = is_parallel ? tid : 0;
+        ctx.nth = is_parallel ? nth : 1;
+        ctx.counters = p->counters + (size_t)i * nth * VK_COUNTER_STRIDE;
+        ctx.scratch = p->scratch[tid];
+        ctx.shared = p->shared;
+        p->level->kernel[op->opcode](op, p->step, &ctx);
+    }
+}
+
+void finish(Pool* p) {
+    if (p->left.fetch_sub(1) == 1) p->done.open();
+}
+
+struct WorkerArgument {
+    Pool* pool;
+    int tid;
+    uint32_t seen;
+};
+
+void* worker(void* argument) {
+    WorkerArgument a = *(WorkerArgument*)argument;
+    free(argument);
+    for (;;) {
+        a.pool->start.wait_past(a.seen);
+        ++a.seen;
+        if (a.pool->stopping) return nullptr;
+        walk(a.pool, a.tid);
+        finish(a.pool);
+    }
+}
+
+void stop_workers(Pool* p) {
+    if (p->num_running == 1) return;
+    p->stopping = true;
+    p->start.open();
+    for (int i = 1; i < p->num_running; ++i) pthread_join(p->threads[i], nullptr);
+    p->stopping = false;
+    p->num_running = 1;
+}
+
+void start_workers(Pool* p) {
+    if (p->num_running == p->num_threads) return;
+    stop_workers(p);
+    for (int i = 1; i < p->num_threads; ++i) {
+        WorkerArgument* a = (WorkerArgument*)malloc(sizeof(WorkerArgument));
+        *a = {p, i, p->start.phase.load()};
+        if (pthread_create(&p->threads[i], nullptr, worker, a)) {
+            free(a);
+            break;
+        }
+        ++p->num_running;
+    }
+    p->num_threads = p->num_running;
+}
+
+// A forked child has no workers: it starts again with a new pool (the old one's memory is left, like every other lock's).
+void after_fork() {
+    Pool* fresh = new Pool;
+    fresh->num_threads = pool->num_threads;
+    fresh->level = pool->level;
+    pool = fresh;
+    pthread_mutex_init(&running, nullptr);
+}
+
+bool grow(uint8_t** p, size_t* size, size_t wanted) {
+    if (wanted <= *size) return true;
+    free(*p);
+    *p = (uint8_t*)aligned_alloc(64, (wanted + 4095) / 4096 * 4096);
+    *size = *p ? wanted : 0;
+    return *p != nullptr;
+}
+
+bool prepare(Pool* p, const VkOp* ops, int num_ops, const VkStep* step) {
+    size_t scratch = 64, shared = 0;
+    for (int i = 0; i < num_ops; ++i) {
+        const size_t mine = p->level->scratch(ops + i, step), ours = p->level->shared(ops + i, step);
+        scratch = mine > scratch ? mine : scratch;
+        shared = ours > shared ? ours : shared;
+    }
+    if (scratch > p->scratch_size) {
+        for (int i = 0; i < p->num_running; ++i) {
+            size_t none = 0;
+            if (!grow(&p->scratch[i], &none, scratch)) return false;
+        }
+        p->scratch_size = scratch;
+    }
+    const size_t counters = (size_t)num_ops * p->num_running * VK_COUNTER_STRIDE * sizeof(int32_t);
+    if (!grow((uint8_t**)&p->counters, &p->counters_size, counters)) return false;
+    memset(p->counters, 0, counters);
+    return grow(&p->shared, &p->shared_size, shared);
+}
+
+// -------------------------------------------------------------------------------------------- levels
+
+const VkLevel* find_level(const char* name) {
+    if (!strcmp(name, "scalar")) return vk_level_scalar();
+#if defined(__x86_64__)
+    if (!strcmp(name, "avx2")) return vk_level_avx2();
+    if (!strcmp(name, "avx512vnni")) return vk_level_avx512vnni();
+#endif
+    return nullptr;
+}
+
+bool can_run(const char* name) {
+    if (!strcmp(name, "scalar")) return true;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (!strcmp(name, "avx2")) return avx2;
+    if (!strcmp(name, "avx512vnni"))
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512vnni");
+#endif
+    return false;
+}
+
+struct Size {
+    int32_t format, super, row_bytes, group_bytes;
+};
+const Size SIZES[] = {
+    {VK_Q4_0, 32, 18, 288},    {VK_Q4_1, 32, 20, 320},    {VK_Q5_0, 32, 22, 352},    {VK_Q5_1, 32, 24, 384},
+    {VK_Q8_0, 32, 34, 544},    {VK_Q2_K, 256, 84, 1344},  {VK_Q3_K, 256, 110, 1760}, {VK_Q4_K, 256, 144, 2304},
+    {VK_Q5_K, 256, 176, 2816}, {VK_Q6_K, 256, 210, 3360}, {VK_IQ4_NL, 32, 18, 288},  {VK_IQ4_XS, 256, 136, 2176},
+    {VK_MXFP4, 32, 17, 272},   {VK_NVFP4, 64, 36, 576},
+};
+
+const Size* size_of(int32_t format, int64_t cols) {
+    for (const Size& s : SIZES)
+        if (s.format == format && cols > 0 && cols % s.super == 0) return &s;
+    return nullptr;
+}
+
+}  // namespace
+
+// -------------------------------------------------------------------------------------------- the C ABI
+
+#define VK_EXPORT extern "C" __attribute__((visibility("default")))
+
+VK_EXPORT int32_t vk_abi() { return VK_ABI; }
+VK_EXPORT int32_t vk_op_size() { return (int32_t)sizeof(VkOp); }
+VK_EXPORT int32_t vk_block_bytes() { return 44; }
+
+// Whether this machine runs a level.
+VK_EXPORT int32_t vk_can_run(const char* name) { return can_run(name); }
+
+// Takes a level; 0 when there is none of that name or this machine cannot run it.
+VK_EXPORT int32_t vk_use_level(const char* name) {
+    const VkLevel* level = find_level(name);
+    if (!level || !can_run(name)) return 0;
+    pthread_mutex_lock(&running);
+    static bool is_registered = false;
+    if (!is_registered) pthread_atfork(nullptr, nullptr, after_fork);
+    is_registered = true;
+    pool->level = level;
+    pthread_mutex_unlock(&running);
+    return 1;
+}
+
+VK_EXPORT const char* vk_current_level() { return pool->level ? pool->level->name : ""; }
+
+VK_EXPORT void vk_set_num_threads(int32_t num_threads) {
+    pthread_mutex_lock(&running);
+    stop_workers(pool);
+    for (int i = 0; i < MAX_THREADS; ++i) {
+        free(pool->scratch[i]);
+        pool->scratch[i] = nullptr;
+    }
+    pool->scratch_size = 0;
+    pool->num_threads = num_threads < 1 ? 1 : num_threads > MAX_THREADS ? MAX_THREADS : num_threads;
+    pthread_mutex_unlock(&running);
+}
+
+VK_EXPORT int32_t vk_num_threads() { return pool->num_threads; }
+
+// Runs a program. 0, or the errno of what went wrong (ENOMEM, EINVAL for an unknown opcode).
+VK_EXPORT int32_t vk_run(const VkOp* ops, int32_t num_ops, const VkStep* step) {
+    for (int i = 0; i < num_ops; ++i)
+        if (ops[i].opcode < 0 || ops[i].opcode >= VK_OP_COUNT) return EINVAL;
+    pthread_mutex_lock(&running);
+    Pool* p = pool;
+    start_workers(p);
+    if (!p->level || !prepare(p, ops, num_ops, step)) {
+        pthread_mutex_unlock(&running);
+        return p->level ? ENOMEM : EINVAL;
+    }
+    p->ops = ops;
+    p->num_ops = num_ops;
+    p->step = step;
+    if (p->num_running > 1) {
+        const uint32_t seen = p->done.phase.load();
+        p->left.store(p->num_running - 1);
+        p->start.open();
+        walk(p, 0);
+        p->done.wait_past(seen);
+    } else {
+        walk(p, 0);
+    }
+    pthread_mutex_unlock(&running);
+    return 0;
+}
+
+// Bytes of 16 packed rows of `cols` values; 0 when the format or the width is not one we pack.
+VK_EXPORT int64_t vk_group_bytes(int32_t format, int64_t cols) {
+    const Size* s = size_of(format, cols);
+    return s ? cols / s->super * s->group_bytes : 0;
+}
+
+// Bytes of one row as the file stores it; 0 as above.
+VK_EXPORT int64_t vk_row_bytes(int32_t format, int64_t cols) {
+    const Size* s = size_of(format, cols);
+    return s ? cols / s->super * s->row_bytes : 0;
+}
+
+// Memory for packed weights: on huge pages where the system has them, since a step walks through all of it. Null if none.
+VK_EXPORT void* vk_alloc(int64_t bytes) {
+    const size_t huge = 2u << 20;
+    if ((size_t)bytes < huge) return aligned_alloc(64, ((size_t)bytes + 63) / 64 * 64);
+    void* p = aligned_alloc(huge, ((size_t)bytes + huge - 1) / huge * huge);
+    if (p) madvise(p, ((size_t)bytes + huge - 1) / huge * huge, MADV_HUGEPAGE);
+    return p;
+}
+VK_EXPORT void vk_free(void* p) { free(p); }
+
+// Lets go of the pages of a file mapping whose values are no longer needed here; they can be read again.
+VK_EXPORT void vk_release_mapping(const void* p, int64_t bytes) {
+    const uintptr_t page = 4096, begin = ((uintptr_t)p + page - 1) / page * page, end = ((uintptr_t)p + bytes) / page * page;
+    if (end > begin) madvise((void*)begin, end - begin, MADV_PAGEOUT);
+}

@@ -1,0 +1,222 @@
+// Row-wise operations: norms, gated activations, rotary embedding, cache writes, sums, look-ups.
+#pragma once
+
+#include "gemm.h"
+#include "rows.h"
+
+namespace {
+
+// x rounded to `dtype` and widened again: what a reader of a stored value would see.
+VK_INLINE VF rounded(VF x, int32_t dtype) {
+    if (dtype == VK_F32) return x;
+    uint16_t half[16];
+    store16(half, dtype, 0, x);
+    return load16(half, dtype, 0);
+}
+
+VK_INLINE VF norm_value(VF x, VF inverse, const VkOp* op, int32_t dtype, int64_t i, int64_t c) {
+    VF y = vf_mul(x, inverse);
+    if (!op->p[1]) return y;
+    const VF weight = load_upto(op->p[1], (int32_t)op->n[5], i, c);
+    const float offset = op->f[1];
+    if (offset != 0.0f) return vf_mul(y, vf_add(weight, vf_set1(offset)));
+    return vf_mul(rounded(y, dtype), weight);
+}
+
+// p: x, weight or null, residual or null, out or null, sum out (with a residual), blocks out or null.
+// n: C, dtype, x stride, residual stride, out stride, weight dtype, block kind, sum stride. f: eps, offset.
+// The sum is rounded to the dtype before it is normed. Source: Zhang and Sennrich 2019, eq. 4.
+void op_rms_norm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t m = vk_rows(op, step), c = op->n[0];
+    const int32_t dtype = (int32_t)op->n[1];
+    vk_for_each(ctx, m, [&](int64_t row) {
+        const void* x = row_at(op->p[0], row * op->n[2], dtype);
+        if (op->p[2]) {
+            const void* residual = row_at(op->p[2], row * op->n[3], dtype);
+            void* sum = row_at(op->p[4], row * op->n[7], dtype);
+            for (int64_t i = 0; i < c; i += 16)
+                store_upto(sum, dtype, i, c, vf_add(load_upto(x, dtype, i, c), load_upto(residual, dtype, i, c)));
+            x = sum;
+        }
+        VF squares[4] = {vf_zero(), vf_zero(), vf_zero(), vf_zero()};
+        for (int64_t i = 0; i < c; i += 16) {
+            const VF v = load_upto(x, dtype, i, c);
+            squares[i / 16 % 4] = vf_fma(v, v, squares[i / 16 % 4]);
+        }
+        const float sum = vf_sum(vf_add(vf_add(squares[0], squares[1]), vf_add(squares[2], squares[3])));
+        const VF inverse = vf_set1(1.0f / sqrtf(sum / (float)c + op->f[0]));
+        if (op->p[3]) {
+            void* out = row_at(op->p[3], row * op->n[4], dtype);
+            for (int64_t i = 0; i < c; i += 16)
+                store_upto(out, dtype, i, c, norm_value(load_upto(x, dtype, i, c), inverse, op, dtype, i, c));
+        }
+        if (op->p[5]) {
+            QuantRow q = QuantRow::at(op->p[5], m, row, c, op->n[6]);
+            for (int64_t i = 0; i < c; i += 32) {
+                const VF a = norm_value(load16(x, dtype, i), inverse, op, dtype, i, c);
+                const VF b = norm_value(load16(x, dtype, i + 16), inverse, op, dtype, i + 16, c);
+                QuantRow::put(&q, rounded(a, dtype), rounded(b, dtype));
+            }
+        }
+    });
+}
+
+// p: x (gates, then ups), out or null, blocks out or null. n: I, dtype, x stride, out stride, activation, block kind.
+void op_glu(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t m = vk_rows(op, step), width = op->n[0];
+    const int32_t dtype = (int32_t)op->n[1];
+    vk_for_each(ctx, m, [&](int64_t row) {
+        const void* gate = row_at(op->p[0], row * op->n[2], dtype);
+        const void* up = row_at(gate, width, dtype);
+        if (op->p[1]) {
+            void* out = row_at(op->p[1], row * op->n[3], dtype);
+            for (int64_t i = 0; i < width; i += 16)
+                store_upto(out, dtype, i, width,
+                           vf_mul(act(op->n[4], load_upto(gate, dtype, i, width)), load_upto(up, dtype, i, width)));
+        }
+        if (op->p[2]) {
+            QuantRow q = QuantRow::at(op->p[2], m, row, width, op->n[5]);
+            for (int64_t i = 0; i < width; i += 32) {
+                const VF a = vf_mul(act(op->n[4], load16(gate, dtype, i)), load16(up, dtype, i));
+                const VF b = vf_mul(act(op->n[4], load16(gate, dtype, i + 16)), load16(up, dtype, i + 16));
+                QuantRow::put(&q, rounded(a, dtype), rounded(b, dtype));
+            }
+        }
+    });
+}
+
+VK_INLINE void norm_head(void* x, int32_t dtype, int64_t d, const void* weight, int32_t weight_dtype, float eps, float offset) {
+    VF squares = vf_zero();
+    for (int64_t i = 0; i < d; i += 16) {
+        const VF v = load_upto(x, dtype, i, d);
+        squares = vf_fma(v, v, squares);
+    }
+    const VF inverse = vf_set1(1.0f / sqrtf(vf_sum(squares) / (float)d + eps));
+    for (int64_t i = 0; i < d; i += 16) {
+        const VF y = vf_mul(load_upto(x, dtype, i, d), inverse), w = load_upto(weight, weight_dtype, i, d);
+        store_upto(x, dtype, i, d,
+                   offset != 0.0f ? vf_mul(y, vf_add(w, vf_set1(offset))) : vf_mul(rounded(y, dtype), w));
+    }
+}
+
+VK_INLINE void rotate_head(void* x, int32_t dtype, const float* cos, const float* sin, int64_t half, bool interleaved) {
+    if (interleaved) {
+        for (int64_t i = 0; i < half; ++i) {
+            const float a = load_one(x, dtype, 2 * i), b = load_one(x, dtype, 2 * i + 1);
+            store_part(x, dtype, 2 * i, vf_set1(a * cos[i] - b * sin[i]), 1);
+            store_part(x, dtype, 2 * i + 1, vf_set1(b * cos[i] + a * sin[i]), 1);
+        }
+        return;
+    }
+    void* upper = row_at(x, half, dtype);
+    for (int64_t i = 0; i < half; i += 16) {
+        const VF a = load_upto(x, dtype, i, half), b = load_upto(upper, dtype, i, half);
+        const VF c = load_upto(cos, VK_F32, i, half), s = load_upto(sin, VK_F32, i, half);
+        store_upto(x, dtype, i, half, vf_fnma(b, s, vf_mul(a, c)));
+        store_upto(upper, dtype, i, half, vf_fma(a, s, vf_mul(b, c)));
+    }
+}
+
+// Rotates q and k in place, after a norm of each head where weights are given.
+// p: q, k or null, positions, cos_sin, q weight or null, k weight. n: H, K, D, R, dtype, q stride, k stride, q head stride,
+// k head stride, interleaved, position bytes, weight dtype. f: eps, offset. Source: Su et al. 2021, eq. 34.
+void op_rope(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t d = op->n[2], half = op->n[3] / 2;
+    const int32_t dtype = (int32_t)op->n[4];
+    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
+        const int64_t position = op->n[10] == 8 ? ((const int64_t*)op->p[2])[row] : ((const int32_t*)op->p[2])[row];
+        const float* cos = (const float*)op->p[3] + position * op->n[3];
+        for (int part = 0; part < 2; ++part) {
+            if (!op->p[part]) continue;
+            for (int64_t h = 0; h < op->n[part]; ++h) {
+                void* x = row_at(op->p[part], row * op->n[5 + part] + h * op->n[7 + part], dtype);
+                if (op->p[4]) norm_head(x, dtype, d, op->p[4 + part], (int32_t)op->n[11], op->f[0], op->f[1]);
+                rotate_head(x, dtype, cos, cos + half, half, op->n[9] != 0);
+            }
+        }
+    });
+}
+
+VK_INLINE void convert_row(void* to, int32_t to_dtype, const void* from, int32_t from_dtype, int64_t n) {
+    if (to_dtype == from_dtype) {
+        memcpy(to, from, (size_t)(n * dtype_size(to_dtype)));
+        return;
+    }
+    for (int64_t i = 0; i < n; i += 16) store_upto(to, to_dtype, i, n, load_upto(from, from_dtype, i, n));
+}
+
+// p: k, v, k cache, v cache, slots int64. n: K, -, D, Dv, dtype, k stride, v stride, k head stride, v head stride, cache
+// dtype, block size, then block, token and head stride of the k cache, and of the v cache.
+void op_write_kv(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int32_t dtype = (int32_t)op->n[4], cache_dtype = (int32_t)op->n[9];
+    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
+        const int64_t slot = ((const int64_t*)op->p[4])[row];
+        if (slot < 0) return;
+        const int64_t block = slot / op->n[10], offset = slot % op->n[10];
+        for (int part = 0; part < 2; ++part) {
+            const int64_t* strides = op->n + 11 + 3 * part;
+            for (int64_t h = 0; h < op->n[0]; ++h) {
+                const void* from = row_at(op->p[part], row * op->n[5 + part] + h * op->n[7 + part], dtype);
+                void* to = row_at(op->p[2 + part], block * strides[0] + offset * strides[1] + h * strides[2], cache_dtype);
+                convert_row(to, cache_dtype, from, dtype, op->n[2 + part]);
+            }
+        }
+    });
+}
+
+// p: x, indices int64, out. n: C, dtype, x stride, out stride, out dtype.
+void op_gather(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int32_t dtype = (int32_t)op->n[1], out_dtype = (int32_t)op->n[4];
+    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
+        const int64_t index = ((const int64_t*)op->p[1])[row];
+        convert_row(row_at(op->p[2], row * op->n[3], out_dtype), out_dtype, row_at(op->p[0], index * op->n[2], dtype), dtype,
+                    op->n[0]);
+    });
+}
+
+// p: x, y or null, out. n: C, dtype, x stride, y stride, out stride, out dtype. f: factor of the sum.
+void op_add(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t c = op->n[0];
+    const int32_t dtype = (int32_t)op->n[1], out_dtype = (int32_t)op->n[5];
+    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
+        const void* x = row_at(op->p[0], row * op->n[2], dtype);
+        void* out = row_at(op->p[2], row * op->n[4], out_dtype);
+        for (int64_t i = 0; i < c; i += 16) {
+            VF v = load_upto(x, dtype, i, c);
+            if (op->p[1]) v = vf_add(v, load_upto(row_at(op->p[1], row * op->n[3], dtype), dtype, i, c));
+            store_upto(out, out_dtype, i, c, vf_mul(v, vf_set1(op->f[0])));
+        }
+    });
+}
+
+// p: x float32, out int64. n: C, x stride. Ties go to the lowest index.
+void op_argmax(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t c = op->n[0];
+    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
+        const float* x = (const float*)op->p[0] + row * op->n[1];
+        VF best = vf_set1(-INFINITY);
+        int64_t i = 0;
+        for (; i + 16 <= c; i += 16) best = vf_max(vf_load(x + i), best);
+        float top = vf_hmax(best);
+        for (; i < c; ++i) top = x[i] > top ? x[i] : top;
+        int64_t index = 0;
+        while (index < c - 1 && x[index] != top) ++index;
+        ((int64_t*)op->p[1])[row] = index;
+    });
+}
+
+// p: buffer, out float. n: -, -, bytes. Reads every byte once: what a product that only waits for memory would take.
+void op_read(const VkOp* op, const VkStep*, VkCtx* ctx) {
+    constexpr int64_t CHUNK = 1 << 16;
+    VI sum = vi_set1(0);
+    vk_for_each(ctx, op->n[2] / CHUNK, [&](int64_t chunk) {
+        const uint8_t* p = (const uint8_t*)op->p[0] + chunk * CHUNK;
+        for (int64_t i = 0; i < CHUNK; i += 64) {
+            vk_prefetch(p + i + 2048);
+            sum = vi_xor(sum, vi_load(p + i));
+        }
+    });
+    ((int32_t*)op->p[1])[ctx->tid * 16] = vi_sum(sum);
+}
+
+}  // namespace

@@ -1,0 +1,317 @@
+// Products of activation rows with packed quantised weights.
+//
+// Work is cut by groups of 16 output rows (and by 64 activation rows when there are many). For each group and 32 inputs
+// the weights are opened into eight vectors and used by up to 16 activation rows before the next block: at one row the
+// memory bus bounds it, from about 16 rows the dot-product units do.
+#pragma once
+
+#include "rows.h"
+
+namespace {
+
+constexpr int64_t ROWS_AT_A_TIME = 64;   // activation rows whose blocks stay in L2 while groups pass by
+constexpr int64_t GROUPS_AT_A_TIME = 4;  // groups per work item when there are several such chunks
+constexpr int PREFETCH_BYTES = 1536;
+
+template <class F> constexpr int NUM_SCALES = F::SUPER / (F::HALVES ? 16 : 32);
+
+// acc[r] (16 outputs of row r) of one piece of R rows.
+template <class F, int R>
+__attribute__((noinline)) void tile(const uint8_t* weight, const uint8_t* block, int64_t num_supers, VF out[R]) {
+    VF acc[R];
+VK_UNROLL(16)
+    for (int r = 0; r < R; ++r) acc[r] = vf_zero();
+    for (int64_t s = 0; s < num_supers; ++s) {
+        VF scale[NUM_SCALES<F>], min[F::MIN ? NUM_SCALES<F> : 1];
+        F::scales(weight, scale, min);
+        for (int b = 0; b < F::SUPER / 32; ++b) {
+            constexpr int LINES = (F::BYTES / (F::SUPER / 32) + 63) / 64;
+VK_UNROLL(9)
+            for (int i = 0; i < LINES; ++i)
+                vk_prefetch(weight + PREFETCH_BYTES + b * (F::BYTES / (F::SUPER / 32)) + 64 * i);
+            VB w[8];
+            F::codes(weight, b, w);
+            const int8_t* x = (const int8_t*)block;
+            const float* scales = (const float*)(block + 32 * R);
+            const int32_t* bias = (const int32_t*)scales + R;
+VK_UNROLL(16)
+            for (int r = 0; r < R; ++r) {
+                const VF d = vf_set1(scales[r]);
+                if constexpr (F::HALVES) {
+                    VI first = F::BIAS ? vi_dot_start<F::WIDE>(bias + r) : vi_set1(0);
+                    VI second = F::BIAS ? vi_dot_start<F::WIDE>(bias + R + r) : vi_set1(0);
+VK_UNROLL(4)
+                    for (int j = 0; j < 4; ++j) {
+                        first = vi_dot<F::WIDE>(first, w[j], x + 32 * r + 4 * j);
+                        second = vi_dot<F::WIDE>(second, w[j + 4], x + 32 * r + 16 + 4 * j);
+                    }
+                    const VF f = vf_mul(vf_from_vi(first), scale[2 * b]);
+                    acc[r] = vf_fma(vf_fma(vf_from_vi(second), scale[2 * b + 1], f), d, acc[r]);
+                } else {
+                    VI dot = F::BIAS ? vi_dot_start<F::WIDE>(bias + r) : vi_set1(0);
+VK_UNROLL(8)
+                    for (int j = 0; j < 8; ++j) dot = vi_dot<F::WIDE>(dot, w[j], x + 32 * r + 4 * j);
+                    acc[r] = vf_fma(vf_from_vi(dot), vf_mul(scale[b], d), acc[r]);
+                }
+                if constexpr (F::MIN) {
+                    const float* sum = scales + R;
+                    if constexpr (F::HALVES) {
+                        acc[r] = vf_fnma(min[2 * b], vf_set1(sum[r]), acc[r]);
+                        acc[r] = vf_fnma(min[2 * b + 1], vf_set1(sum[R + r]), acc[r]);
+                    } else {
+                        acc[r] = vf_fnma(min[b], vf_set1(sum[r]), acc[r]);
+                    }
+                }
+            }
+            block += R * BLOCK_BYTES;
+        }
+        weight += F::BYTES;
+    }
+VK_UNROLL(16)
+    for (int r = 0; r < R; ++r) out[r] = acc[r];
+}
+
+enum Epilogue { EPILOGUE_NONE = 0, EPILOGUE_SILU = 1, EPILOGUE_GELU_TANH = 2, EPILOGUE_GELU = 3 };
+
+VK_INLINE VF act_silu(VF x) { return vf_div(x, vf_add(vf_set1(1.0f), vf_exp(vf_sub(vf_zero(), x)))); }
+VK_INLINE VF act_gelu_tanh(VF x) {
+    // x * sigmoid(2u) is 0.5 x (1 + tanh(u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
+    const VF cube = vf_mul(vf_mul(x, x), x);
+    const VF u = vf_mul(vf_set1(-1.5957691216057308f), vf_fma(vf_set1(0.044715f), cube, x));
+    return vf_div(x, vf_add(vf_set1(1.0f), vf_exp(u)));
+}
+__attribute__((noinline)) VF act_gelu(VF x) {
+    float v[16];
+    vf_store(v, x);
+    for (int i = 0; i < 16; ++i) v[i] = 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678118654752f));
+    return vf_load(v);
+}
+VK_INLINE VF act(int64_t kind, VF x) {
+    if (kind == EPILOGUE_SILU) return act_silu(x);
+    return kind == EPILOGUE_GELU_TANH ? act_gelu_tanh(x) : act_gelu(x);
+}
+
+// One op's constants, opened once per thread.
+struct Gemm {
+    const uint8_t *x, *weight;
+    const float* bias;
+    void* out;
+    int64_t m, rows, k, stride, epilogue, group_bytes, num_supers;
+    int32_t dtype;
+};
+
+// Bias, activation and the write of one piece's 16 columns; `up` is null without an epilogue.
+__attribute__((noinline)) void finish_piece(const Gemm& g, int64_t group, int64_t first, int rows, VF* acc, VF* up) {
+    const int64_t column = 16 * group, end = up ? g.rows / 2 : g.rows;
+    const VF bias = g.bias ? load_upto(g.bias, VK_F32, column, g.rows) : vf_zero();
+    const VF up_bias = g.bias && up ? load_upto(g.bias, VK_F32, end + column, g.rows) : vf_zero();
+    for (int r = 0; r < rows; ++r) {
+        VF value = vf_add(acc[r], bias);
+        if (up) value = vf_mul(act(g.epilogue, value), vf_add(up[r], up_bias));
+        store_upto(row_at(g.out, (first + r) * g.stride, g.dtype), g.dtype, column, end, value);
+    }
+}
+
+template <class F, int R>
+VK_INLINE void gemm_piece(const Gemm& g, int64_t group, int64_t first) {
+    const uint8_t* block = g.x + first * (g.k / 32) * BLOCK_BYTES;
+    VF acc[R], up[R];
+    tile<F, R>(g.weight + group * g.group_bytes, block, g.num_supers, acc);
+    if (g.epilogue) tile<F, R>(g.weight + (group + g.rows / 32) * g.group_bytes, block, g.num_supers, up);
+    finish_piece(g, group, first, R, acc, g.epilogue ? up : nullptr);
+}
+
+template <class F>
+void gemm_rows(const Gemm& g, int64_t group, int64_t first, int64_t end) {
+    while (first < end) {
+        const int rows = piece_rows(end - first);
+        switch (rows) {
+#if VK_MAX_ROWS >= 16
+            case 16: gemm_piece<F, 16>(g, group, first); break;
+            case 8: gemm_piece<F, 8>(g, group, first); break;
+#endif
+#if VK_MAX_ROWS >= 4
+            case 4: gemm_piece<F, 4>(g, group, first); break;
+            case 2: gemm_piece<F, 2>(g, group, first); break;
+#endif
+            default: gemm_piece<F, 1>(g, group, first); break;
+        }
+        first += rows;
+    }
+}
+
+template <class F>
+void gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    Gemm g;
+    g.x = (const uint8_t*)op->p[0];
+    g.weight = (const uint8_t*)op->p[1];
+    g.bias = (const float*)op->p[2];
+    g.out = op->p[3];
+    g.m = vk_rows(op, step);
+    g.rows = op->n[1];
+    g.k = op->n[2];
+    g.dtype = (int32_t)op->n[3];
+    g.stride = op->n[4];
+    g.epilogue = op->n[5];
+    g.num_supers = g.k / F::SUPER;
+    g.group_bytes = g.num_supers * F::BYTES;
+    const int64_t columns = g.epilogue ? g.rows / 2 : g.rows, groups = (columns + 15) / 16;
+    const int64_t chunks = (g.m + ROWS_AT_A_TIME - 1) / ROWS_AT_A_TIME;
+    const int64_t together = chunks > 1 ? GROUPS_AT_A_TIME : 1, per_chunk = (groups + together - 1) / together;
+    vk_for_each(ctx, per_chunk * chunks, [&](int64_t item) {
+        const int64_t first = item / per_chunk * ROWS_AT_A_TIME, group = item % per_chunk * together;
+        const int64_t end = first + ROWS_AT_A_TIME < g.m ? first + ROWS_AT_A_TIME : g.m;
+        for (int64_t i = group; i < group + together && i < groups; ++i) gemm_rows<F>(g, i, first, end);
+    });
+}
+
+// p: blocks, weight, bias or null, out. n: format, output rows, K, out dtype, out stride, epilogue. With an epilogue the
+// first half of the weight's rows are gates, and out has half as many columns.
+void op_gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    switch (op->n[0]) {
+#define VK_CASE(F) \
+    case F::FORMAT: return gemm<F>(op, step, ctx);
+        VK_FOR_EACH_FORMAT(VK_CASE)
+#undef VK_CASE
+    }
+}
+
+// -------------------------------------------------------------------------------------------- floating point
+
+// The 16 rows' values at input 4j + byte of an opened block.
+template <class F>
+VK_INLINE VF open_value(const VB w[8], int j, int byte, VF scale, VF min) {
+    const VI code = vi_add(vi_and(vi_shr(w[j], 8 * byte), vi_set1(255)), vi_set1(-F::BIAS));
+    const VF value = vf_mul(vf_from_vi(code), scale);
+    return F::MIN ? vf_sub(value, min) : value;
+}
+
+template <class F, int R>
+__attribute__((noinline)) void exact_piece(const VkOp* op, int64_t group, int64_t first) {
+    const int64_t rows = op->n[1], k = op->n[2], x_stride = op->n[6], column = 16 * group;
+    const uint8_t* weight = (const uint8_t*)op->p[1] + group * (k / F::SUPER) * F::BYTES;
+    const float* x = (const float*)op->p[0] + first * x_stride;
+    VF acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = vf_zero();
+    for (int64_t i = 0; i < k; i += F::SUPER, weight += F::BYTES) {
+        VF scale[NUM_SCALES<F>], min[F::MIN ? NUM_SCALES<F> : 1];
+        F::scales(weight, scale, min);
+        for (int b = 0; b < F::SUPER / 32; ++b) {
+            VB w[8];
+            F::codes(weight, b, w);
+            for (int j = 0; j < 8; ++j) {
+                const int s = F::HALVES ? 2 * b + j / 4 : b;
+VK_UNROLL(4)
+                for (int byte = 0; byte < 4; ++byte) {
+                    const VF value = open_value<F>(w, j, byte, scale[s], min[F::MIN ? s : 0]);
+VK_UNROLL(8)
+                    for (int r = 0; r < R; ++r)
+                        acc[r] = vf_fma(value, vf_set1(x[r * x_stride + i + 32 * b + 4 * j + byte]), acc[r]);
+                }
+            }
+        }
+    }
+    const VF bias = op->p[2] ? load_upto(op->p[2], VK_F32, column, rows) : vf_zero();
+    for (int r = 0; r < R; ++r) {
+        void* out = row_at(op->p[3], (first + r) * op->n[4], (int32_t)op->n[3]);
+        store_upto(out, (int32_t)op->n[3], column, rows, vf_add(acc[r], bias));
+    }
+}
+
+template <class F>
+void gemm_exact(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t m = vk_rows(op, step);
+    vk_for_each(ctx, (op->n[1] + 15) / 16, [&](int64_t group) {
+        int64_t first = 0;
+#if VK_MAX_ROWS >= 4
+        for (; first + 8 <= m; first += 8) exact_piece<F, 8>(op, group, first);
+#endif
+        for (; first < m; ++first) exact_piece<F, 1>(op, group, first);
+    });
+}
+
+// p: x float32, weight, bias or null, out. n: format, output rows, K, out dtype, out stride, -, x stride.
+void op_gemm_exact(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    switch (op->n[0]) {
+#define VK_CASE(F) \
+    case F::FORMAT: return gemm_exact<F>(op, step, ctx);
+        VK_FOR_EACH_FORMAT(VK_CASE)
+#undef VK_CASE
+    }
+}
+
+// -------------------------------------------------------------------------------------------- packing and look-up
+
+template <class F>
+void pack(const VkOp* op, VkCtx* ctx) {
+    const int64_t rows = op->n[1], supers = op->n[2] / F::SUPER, src_stride = op->n[3];
+    vk_for_each(ctx, (rows + 15) / 16, [&](int64_t group) {
+        uint8_t* dst = (uint8_t*)op->p[1] + group * supers * F::BYTES;
+        const uint8_t* src[16];
+        for (int r = 0; r < 16; ++r) {
+            const int64_t row = 16 * group + r < rows ? 16 * group + r : rows - 1;  // padding repeats the last row
+            src[r] = (const uint8_t*)op->p[0] + row * src_stride;
+        }
+        for (int64_t s = 0; s < supers; ++s, dst += F::BYTES)
+            for (int r = 0; r < 16; ++r) F::pack(dst, r, src[r] + s * F::ROW);
+    });
+}
+
+// p: rows as in the file, packed. n: format, rows, K, bytes from one row to the next.
+void op_pack(const VkOp* op, const VkStep*, VkCtx* ctx) {
+    switch (op->n[0]) {
+#define VK_CASE(F) \
+    case F::FORMAT: return pack<F>(op, ctx);
+        VK_FOR_EACH_FORMAT(VK_CASE)
+#undef VK_CASE
+    }
+}
+
+template <class F>
+void embed_packed(const VkOp* op, int64_t id, void* out) {
+    const int64_t k = op->n[2];
+    const int32_t dtype = (int32_t)op->n[3];
+    const uint8_t* weight = (const uint8_t*)op->p[1] + id / 16 * (k / F::SUPER) * F::BYTES;
+    const int lane = (int)(id % 16);
+    for (int64_t i = 0; i < k; i += F::SUPER, weight += F::BYTES) {
+        VF scale[NUM_SCALES<F>], min[F::MIN ? NUM_SCALES<F> : 1];
+        F::scales(weight, scale, min);
+        for (int b = 0; b < F::SUPER / 32; ++b) {
+            VB w[8];
+            F::codes(weight, b, w);
+            float row[32];
+            for (int j = 0; j < 8; ++j) {
+                const int s = F::HALVES ? 2 * b + j / 4 : b;
+                for (int byte = 0; byte < 4; ++byte) {
+                    float value[16];
+                    vf_store(value, open_value<F>(w, j, byte, scale[s], min[F::MIN ? s : 0]));
+                    row[4 * j + byte] = value[lane];
+                }
+            }
+            store16(out, dtype, i + 32 * b, vf_load(row));
+            store16(out, dtype, i + 32 * b + 16, vf_load(row + 16));
+        }
+    }
+}
+
+// p: ids int64, table, out. n: format, table rows, K, out dtype, out stride, table stride (plain tables).
+void op_embed(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t k = op->n[2];
+    const int32_t format = (int32_t)op->n[0], dtype = (int32_t)op->n[3];
+    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
+        const int64_t id = ((const int64_t*)op->p[0])[row];
+        void* out = row_at(op->p[2], row * op->n[4], dtype);
+        switch (format) {
+#define VK_CASE(F) \
+    case F::FORMAT: return embed_packed<F>(op, id, out);
+            VK_FOR_EACH_FORMAT(VK_CASE)
+#undef VK_CASE
+            default: {
+                const void* table = row_at(op->p[1], id * op->n[5], format);
+                for (int64_t i = 0; i < k; i += 16) store_upto(out, dtype, i, k, load_upto(table, format, i, k));
+            }
+        }
+    });
+}
+
+}  // namespace

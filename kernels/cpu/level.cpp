@@ -1,0 +1,59 @@
+// All kernels of one level. Compiled once per level (-DVK_LEVEL_NAME=...) with that level's instruction flags; only
+// C headers are included, so that no library code compiled for a newer machine can be linked into an older level.
+//
+// Arithmetic of a row never depends on the other rows of the step nor on the number of threads: tiles of different
+// heights run the same operations in the same order for each of their rows.
+#include <float.h>
+
+#include "formats.h"
+#include "simd.h"
+#include "vk.h"
+
+#define VK_JOIN2(a, b) a##b
+#define VK_JOIN(a, b) VK_JOIN2(a, b)
+#define VK_STR2(a) #a
+#define VK_STR(a) VK_STR2(a)
+
+#include "rows.h"
+#include "gemm.h"
+#include "dense.h"
+#include "elementwise.h"
+#include "attention.h"
+
+namespace {
+
+// Below this many values a second thread costs more than it saves (a barrier is about a third of a microsecond).
+constexpr int64_t SERIAL_VALUES = 16384;
+
+int32_t is_parallel(const VkOp* op, int64_t rows) {
+    switch (op->opcode) {
+        case VK_OP_PACK: case VK_OP_GEMM: case VK_OP_GEMM_EXACT: case VK_OP_DENSE: case VK_OP_READ: case VK_OP_ATTENTION:
+            return 1;
+        case VK_OP_ROPE: return rows * (op->n[0] + op->n[1]) * op->n[2] > SERIAL_VALUES;
+        case VK_OP_WRITE_KV: case VK_OP_ATTENTION_JOIN: return rows * op->n[0] * op->n[2] > SERIAL_VALUES;
+        default: return rows > 1 && rows * op->n[0] > SERIAL_VALUES;
+    }
+}
+
+size_t scratch(const VkOp* op, const VkStep* step) {
+    return op->opcode == VK_OP_ATTENTION ? attention_scratch(op, step) : 0;
+}
+
+size_t shared(const VkOp* op, const VkStep* step) {
+    return op->opcode == VK_OP_ATTENTION ? attention_shared(op, step) : 0;
+}
+
+const VkLevel LEVEL = {
+    VK_STR(VK_LEVEL_NAME),
+    {
+        op_pack, op_quantize, op_gemm, op_gemm_exact, op_dense, op_embed, op_rms_norm, op_glu, op_rope, op_write_kv,
+        op_attention, op_attention_join, op_gather, op_add, op_argmax, op_read,
+    },
+    is_parallel,
+    scratch,
+    shared,
+};
+
+}  // namespace
+
+extern "C" const VkLevel* VK_JOIN(vk_level_, VK_LEVEL_NAME)() { return &LEVEL; }

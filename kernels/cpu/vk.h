@@ -1,0 +1,101 @@
+// The C ABI of the native CPU backend: an op list, and the few values that change from step to step.
+//
+// A program is an array of VkOp over fixed buffers. Python records it once per model and replays it with one vk_run()
+// per step (the CPU twin of a CUDA graph); an eager call is a program of one op. No torch header is included: pointers
+// and strides are all a kernel sees.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define VK_ABI 1
+
+// Formats carry their GGUF numbers; activations use the first three.
+enum VkFormat {
+    VK_F32 = 0, VK_F16 = 1, VK_BF16 = 30,
+    VK_Q4_0 = 2, VK_Q4_1 = 3, VK_Q5_0 = 6, VK_Q5_1 = 7, VK_Q8_0 = 8,
+    VK_Q2_K = 10, VK_Q3_K = 11, VK_Q4_K = 12, VK_Q5_K = 13, VK_Q6_K = 14,
+    VK_IQ4_NL = 20, VK_IQ4_XS = 23, VK_MXFP4 = 39, VK_NVFP4 = 40,
+};
+
+// A row count in an op is a literal (>= 0) or one of these, read from the step.
+enum VkRows { VK_ROWS_TOKENS = -1, VK_ROWS_LOGITS = -2, VK_ROWS_SEQS = -3 };
+
+enum VkOpcode {
+    VK_OP_PACK = 0,        // weight rows as stored in the file -> packed groups of 16 rows
+    VK_OP_QUANTIZE,        // float rows -> int8 blocks with scale and sums
+    VK_OP_GEMM,            // int8 blocks x packed weight -> float rows
+    VK_OP_GEMM_EXACT,      // float rows x packed weight, dequantised in registers
+    VK_OP_DENSE,           // float rows x plain rows of F32, F16 or BF16
+    VK_OP_EMBED,           // rows of a plain or quantised table
+    VK_OP_RMS_NORM,        // optionally adds to the residual first, optionally quantises
+    VK_OP_GLU,             // act(gate) * up, optionally quantises
+    VK_OP_ROPE,            // rotates heads in place
+    VK_OP_WRITE_KV,        // rows of k and v into their cache slots
+    VK_OP_ATTENTION,       // paged attention of any mix of prefill and decode
+    VK_OP_ATTENTION_JOIN,  // joins the parts of sequences whose keys were split
+    VK_OP_GATHER,          // rows picked by index (the rows wanted for logits)
+    VK_OP_ADD,             // element-wise sum of rows
+    VK_OP_ARGMAX,          // index of each row's largest value, ties to the lowest
+    VK_OP_READ,            // sums a buffer: the memory read probe
+    VK_OP_COUNT
+};
+
+typedef struct VkOp {
+    int32_t opcode;
+    int32_t flags;
+    int64_t rows;
+    void* p[10];
+    int64_t n[20];
+    float f[4];
+} VkOp;
+
+typedef struct VkStep {
+    int64_t num_tokens;
+    int64_t num_logits;
+    int64_t num_seqs;
+} VkStep;
+
+static inline int64_t vk_rows(const VkOp* op, const VkStep* step) {
+    if (op->rows >= 0) return op->rows;
+    if (op->rows == VK_ROWS_TOKENS) return step->num_tokens;
+    return op->rows == VK_ROWS_LOGITS ? step->num_logits : step->num_seqs;
+}
+
+// How one thread sees its share of an op. Work is cut into numbered items; every thread owns a contiguous range, so that
+// it reads weights in one stream, and takes from the others' ranges when its own is done.
+typedef struct VkCtx {
+    int32_t tid;
+    int32_t nth;
+    int32_t* counters;  // one per thread, 64 bytes apart; zero when the op starts
+    uint8_t* scratch;   // this thread's own
+    uint8_t* shared;    // one for all threads, kept from an op to the next
+} VkCtx;
+
+#define VK_COUNTER_STRIDE 16
+
+template <class Body>
+static inline void vk_for_each(VkCtx* ctx, int64_t total, Body body) {
+    for (int v = 0; v < ctx->nth; ++v) {
+        const int t = (ctx->tid + v) % ctx->nth;
+        const int64_t begin = total * t / ctx->nth, end = total * (t + 1) / ctx->nth;
+        if (begin == end) continue;
+        for (;;) {
+            const int64_t i = begin + __atomic_fetch_add(&ctx->counters[t * VK_COUNTER_STRIDE], 1, __ATOMIC_RELAXED);
+            if (i >= end) break;
+            body(i);
+        }
+    }
+}
+
+typedef void (*VkKernel)(const VkOp*, const VkStep*, VkCtx*);
+
+typedef struct VkLevel {
+    const char* name;
+    VkKernel kernel[VK_OP_COUNT];
+    // Whether an op of this many rows is worth more than one thread.
+    int32_t (*is_parallel)(const VkOp*, int64_t rows);
+    // Bytes of scratch that each thread, and that all threads together, need for this op.
+    size_t (*scratch)(const VkOp*, const VkStep*);
+    size_t (*shared)(const VkOp*, const VkStep*);
+} VkLevel;
