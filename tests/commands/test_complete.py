@@ -61,8 +61,9 @@ def test_json_is_one_object(complete: Run) -> None:
     assert shown["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
     assert shown["timings"]["decode_tokens_per_s"] == pytest.approx(2.0)
     assert shown["timings"]["first_token_s"] == pytest.approx(0.5)
-    assert shown["logprobs"][0][0] == {"token_id": 32, "token": " ", "logprob": -0.5, "rank": 1}
-    assert shown["logprobs"][0][1]["logprob"] is None
+    first = shown["logprobs"][0]
+    never = {"token_id": 0, "token": "never", "logprob": None, "rank": 2}
+    assert first == {"token_id": 32, "token": " ", "logprob": -0.5, "rank": 1, "top": [never]}
 
 
 @pytest.mark.parametrize("extra", [[], ["--stream"]])
