@@ -127,7 +127,7 @@ def test_a_reused_id_is_another_sequence() -> None:
 
 
 def test_random_lives() -> None:
-    """Growth, nulling, preemption and endings in random order: a table's live part always equals the sequence's list."""
+    """Growth, nulling, preemption and endings in random order: a table always equals the sequence's list."""
     rng = random.Random(4)
     builder = make_builder([FULL, SLIDING], max_num_seqs=5)
     live: dict[str, Sequence] = {}
