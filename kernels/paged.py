@@ -12,8 +12,8 @@ class PagedBatch:
     """One step's sequences in one cache group.
 
     Token t of a sequence lies in slot `block_table[row][t // S] * S + t % S`. A step's queries are the last tokens of
-    each sequence: query_len of seq_len. Entries of a table beyond a sequence's blocks, or before a sliding window, mean
-    nothing and must not be read.
+    each sequence: query_len of seq_len. Table entries beyond a sequence's blocks, and those of blocks wholly before a
+    sliding window, mean nothing and must not be followed; slots beyond a sequence's end may hold NaN.
     """
 
     block_table: Tensor

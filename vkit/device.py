@@ -28,7 +28,8 @@ class Device:
     num_threads: int
     """Host threads this process may use."""
     dtypes: frozenset[str]
-    """Types activations may have at full speed, by torch's names."""
+    """Types that `--dtype auto` takes over from a checkpoint. On a CPU float32 alone: weights stay as narrow as stored,
+    and the residual stream keeps its precision."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability."""
 
@@ -52,22 +53,6 @@ def find_device(asked: str) -> Device:
         built = "this torch build has no CUDA" if torch.version.cuda is None else "torch finds no usable card"
         raise UsageError(f"--device cuda: {built}", remedy="use --device cpu, or install a CUDA build of torch")
     return _cuda()
-
-
-def resolve_dtype(asked: str, checkpoint_dtype: str, device: Device) -> torch.dtype:
-    """The type of activations: the one asked for; for "auto" the checkpoint's own where the device is fast in it.
-
-    On a CPU auto means float32: weights stay as small as the file has them, the residual stream keeps its precision.
-
-    Raises:
-        UsageError: an unknown name.
-    """
-    names = ("float32", "bfloat16", "float16")
-    if asked not in ("auto", *names):
-        raise UsageError(f"--dtype: expected auto, {', '.join(names)}, got {asked!r}")
-    chosen = asked if asked != "auto" else checkpoint_dtype if checkpoint_dtype in device.dtypes else "float32"
-    dtype: torch.dtype = getattr(torch, chosen)
-    return dtype
 
 
 def num_usable_threads() -> int:

@@ -189,6 +189,12 @@ def _attend(
     """q (b, H, n, D), keys (b, L, K, D), values (b, L, K, Dv), visible (b | 1, 1, n, L) -> (b, H, n, Dv)."""
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     if soft_cap is None and sinks is None:
+        if q.shape[2] == 1:
+            # One query sees the same keys in every head: heads that share a kv head become its queries, so that keys
+            # are not copied once per head.
+            grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[3])
+            out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale)
+            return out.reshape(q.shape[0], q.shape[1], 1, -1)
         return functional.scaled_dot_product_attention(
             q, keys, values, attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
         )

@@ -42,7 +42,7 @@ def run_experts(
             slots = order[start : start + count]
             outputs[slots] = _run_expert(x[slots // top_k], expert, gate_up, down, activation)
             start += count
-    summed = (outputs.view(num_tokens, top_k, -1).float() * weights.unsqueeze(-1)).sum(1)
+    summed = (outputs.view(num_tokens, top_k, down.num_rows).float() * weights.unsqueeze(-1)).sum(1)
     return summed.to(x.dtype)
 
 

@@ -180,3 +180,11 @@ def make_driver() -> Callable[..., Driver]:
 @pytest.fixture(scope="session")
 def make_options() -> type[Options]:
     return Options
+
+
+@pytest.fixture
+def make_checkpoint(golden_path: Callable[[str], Path]) -> Callable[..., TinyCheckpoint]:
+    def make(name: str, **config: Any) -> TinyCheckpoint:
+        return TinyCheckpoint(golden_path(name), **config)
+
+    return make

@@ -5,6 +5,7 @@ Knows shapes and bytes; who owns which block is decided elsewhere (blocks.py).
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +47,7 @@ class TensorStore:
         self.groups = group_layers(specs)
         self.block_size = block_size
         shape = (num_blocks, page_bytes(specs, block_size))
-        self.slabs = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(num_slabs(self.groups))]
+        self.slabs = [_zeros(shape, device) for _ in range(num_slabs(self.groups))]
         """(num_blocks, page_bytes) uint8 each."""
         self.tensors: list[dict[str, Tensor]] = [{} for _ in specs]
         """Per layer and name: (N, S, *shape) for tensors kept per token, (N, *shape) for states."""
@@ -72,6 +73,13 @@ class TensorStore:
         """Copy what all layers of a group keep in block `source` to block `target`."""
         for slab, _ in zip(self.slabs, self.groups[group].layers, strict=False):
             slab[target].copy_(slab[source])
+
+
+def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Zero bytes. On a host numpy asks the system for pages that exist once written; torch would write them all."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, np.uint8))
+    return torch.zeros(shape, dtype=torch.uint8, device=device)
 
 
 def _views(spec: LayerCacheSpec, slab: Tensor, block_size: int) -> dict[str, Tensor]:
