@@ -183,8 +183,8 @@ def test_scenarios_do_preempt_and_hit(groups: str, async_scheduling: bool) -> No
     if groups not in ("state", "sliding"):
         assert engine.scheduler.num_preemptions > 0
     last = requests[-1]
-    turn = [*last.prompt_token_ids, *outputs[last.id].outputs[0].token_ids, 9]
-    again = make_request(engine, turn, params, name="again")
+    turn = [*last.prompt_token_ids, *outputs[last.id].outputs[0].token_ids[:6], 9]
+    again = make_request(engine, turn, params.with_(max_tokens=4), name="again")
     engine.add_request(again)
     (output,) = run(engine, after_step=lambda: check_pool(engine))
     assert output.outputs[0].token_ids == naive_loop(GROUPS[groups], VOCAB, again, seed=0, max_model_len=64)[0]
