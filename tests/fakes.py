@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from vkit.cache.groups import CacheGroup, CacheKind
+from vkit.engine import Engine, EngineSettings
+from vkit.inputs import EngineRequest, InputProcessor
+from vkit.randomness import draw_key, exponential_noise
+from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
 from vkit.text.tokenizer import Tokenizer
 from vkit.text.vocabulary import Vocabulary
+from vkit.types import OutputKind, RequestOutput, SamplingParams
 
 FULL = [CacheGroup(0, CacheKind.FULL, (0,))]
 
@@ -218,3 +226,155 @@ class ScriptedRunner:
                     row[script[index]] = 10.0
                 rows.append(row)
         return torch.stack(rows) if rows else torch.zeros((0, self.vocab_size))
+
+
+def make_engine(
+    runner: Any = None,
+    *,
+    groups: Sequence[CacheGroup] = FULL,
+    tokenizer: Tokenizer | None = None,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    vocab_size: int = 24,
+    limits: Mapping[str, Any] | None = None,
+    plugins: Sequence[Any] = (),
+    clock: Callable[[], float] = time.monotonic,
+    **settings: Any,
+) -> Engine:
+    """An engine over a fake runner, small unless told otherwise."""
+    if tokenizer is not None:
+        vocab_size = tokenizer.vocab_size
+    if runner is None:
+        runner = FakeRunner(groups, num_blocks, block_size, vocab_size=vocab_size)
+    chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, **(limits or {})}
+    return Engine(
+        EngineSettings(
+            limits=SchedulerLimits(**chosen),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            **{"seed": 7, **settings},
+        ),
+        runner,
+        list(groups),
+        tokenizer,
+        plugins=plugins,
+        clock=clock,
+    )
+
+
+def make_request(
+    engine: Engine,
+    prompt: Any,
+    params: SamplingParams | None = None,
+    *,
+    name: str = "r",
+    eos_token_id: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    **keywords: Any,
+) -> EngineRequest:
+    """A checked request for that engine; FINAL_ONLY unless `params` say otherwise."""
+    inputs = InputProcessor(
+        engine.settings.limits.max_model_len,
+        engine.settings.vocab_size,
+        tokenizer,
+        **{key: keywords.pop(key) for key in ("compile_grammar", "generation_config") if key in keywords},
+    )
+    params = params or SamplingParams(temperature=0.0, max_tokens=8, output_kind=OutputKind.FINAL_ONLY)
+    request = inputs.process(prompt, params, request_id=name, **keywords)
+    if eos_token_id is not None:
+        request.eos_token_id = eos_token_id
+    return request
+
+
+def run(engine: Engine, *, after_step: Callable[[], None] | None = None, max_steps: int = 10_000) -> list[RequestOutput]:
+    """Every output until nothing is left to do."""
+    outputs = []
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return outputs
+        outputs.extend(engine.step())
+        if after_step is not None:
+            after_step()
+    raise AssertionError(f"work is left after {max_steps} steps")
+
+
+def generate(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, RequestOutput]:
+    """The last output of each request, all of them run together."""
+    for request in requests:
+        engine.add_request(request)
+    return {output.request_id: output for output in run(engine)}
+
+
+def check_pool(engine: Engine) -> None:
+    """Every block is held as often as tables say; the free list holds exactly the rest; no table holds one twice."""
+    pool = engine.pool
+    sequences = {id(sequence): sequence for sequence in engine.scheduler._sequences.values()}
+    if engine._next_plan is not None:
+        sequences.update((id(item.sequence), item.sequence) for item in engine._next_plan.scheduled)
+    held: Counter[int] = Counter()
+    for sequence in sequences.values():
+        for table in sequence.block_ids:
+            owned = [block for block in table if block]
+            assert len(owned) == len(set(owned)), "a table holds a block twice"
+            held.update(owned)
+    free = pool.free_order()
+    assert len(free) == len(set(free)) == pool.num_free
+    assert 0 not in free
+    assert pool.ref_count(0) == 0
+    for block in range(1, pool.num_blocks):
+        assert pool.ref_count(block) == held[block], f"block {block}"
+        assert (block in set(free)) == (held[block] == 0)
+
+
+def reference_choice(
+    logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], seed: int, ends: set[int]
+) -> int:
+    """The next token by the rules as written, one row, whole vocabulary, float64."""
+    x = logits.astype(np.float64)
+    if params.allowed_token_ids is not None:
+        x[[i for i in range(len(x)) if i not in params.allowed_token_ids]] = -np.inf
+    if len(output) < params.min_tokens:
+        x[list(ends)] = -np.inf
+    for token_id, bias in (params.logit_bias or {}).items():
+        x[token_id] += bias
+    for token_id in set(prompt) | set(output):
+        x[token_id] = x[token_id] / params.repetition_penalty if x[token_id] > 0 else x[token_id] * params.repetition_penalty
+    for token_id, count in Counter(output).items():
+        x[token_id] -= params.frequency_penalty * count + params.presence_penalty
+    if params.is_greedy:
+        return int(x.argmax())
+    x = x / params.temperature
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    x[p < params.min_p * p.max()] = -np.inf
+    if 0 < params.top_k < len(x):
+        x[x < np.sort(x)[-params.top_k]] = -np.inf
+    if params.top_p < 1.0:
+        p = np.exp(x - x.max())
+        p /= p.sum()
+        order = np.argsort(p, kind="stable")
+        dropped = order[np.cumsum(p[order]) <= 1.0 - params.top_p]
+        x[[i for i in dropped if i != order[-1]]] = -np.inf
+    ids = torch.arange(len(x), dtype=torch.int32)
+    noise = exponential_noise([draw_key(seed, len(output))], ids).numpy()[0]
+    return int((x - np.log(noise)).argmax())
+
+
+def naive_loop(
+    groups: Sequence[CacheGroup], vocab_size: int, request: EngineRequest, *, seed: int, max_model_len: int
+) -> tuple[list[int], str]:
+    """One request, one token at a time, everything computed anew: output ids and finish reason."""
+    params = request.params
+    prompt = list(request.prompt_token_ids)
+    output: list[int] = []
+    ends = set(request.stop_token_ids)
+    if request.eos_token_id is not None and not params.ignore_eos:
+        ends.add(request.eos_token_id)
+    while True:
+        logits = hashed_logits(context_key(groups, prompt + output), vocab_size)
+        output.append(reference_choice(logits, params, prompt, output, seed, ends))
+        if output[-1] in ends and len(output) >= params.min_tokens:
+            return output, "stop"
+        if len(output) >= (params.max_tokens or max_model_len) or len(prompt) + len(output) >= max_model_len:
+            return output, "length"
