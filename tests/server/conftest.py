@@ -20,19 +20,21 @@ from vkit.server.settings import ServerSettings
 from vkit.server.state import Phase, ServerState
 
 
-def _fakes() -> Any:
-    """The fakes module, loaded by path: tests are not a package."""
-    if "vkit_server_fakes" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("vkit_server_fakes", Path(__file__).with_name("fakes.py"))
+def _load(name: str) -> Any:
+    """A module beside this one, loaded by path: tests are not a package."""
+    full_name = f"vkit_server_{name}"
+    if full_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full_name, Path(__file__).with_name(f"{name}.py"))
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules["vkit_server_fakes"] = module
+        sys.modules[full_name] = module
         spec.loader.exec_module(module)
-    return sys.modules["vkit_server_fakes"]
+    return sys.modules[full_name]
 
 
-fakes = _fakes()
+fakes = _load("fakes")
+toy_parser = _load("toy_parser")
 
 
 class Served:
@@ -94,6 +96,12 @@ async def serve() -> AsyncIterator[Callable[..., Served]]:
 def toys() -> Any:
     """The fakes module."""
     return fakes
+
+
+@pytest.fixture
+def parsers() -> Any:
+    """Parsers of the toy syntax."""
+    return toy_parser.ToyParsers()
 
 
 class Process:

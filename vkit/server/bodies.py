@@ -64,7 +64,12 @@ def _with_integral_floats(raw: bytes, shape: type[Body], exc: msgspec.Validation
     Raises:
         Problem: 400 when that was not the fault.
     """
-    tree: dict[str, Any] = msgspec.json.decode(raw)
+    if _FLOAT_FOR_INT.search(str(exc)) is None:
+        raise _schema_problem(exc) from None
+    try:
+        tree: dict[str, Any] = msgspec.json.decode(raw)
+    except msgspec.ValidationError as wider:  # a number beyond float64 elsewhere
+        raise _schema_problem(wider) from None
     repaired: set[str] = set()
     while True:
         found = _FLOAT_FOR_INT.search(str(exc))

@@ -27,6 +27,7 @@ logger = logging.getLogger("vkit.server")
 
 IGNORED_HEADER = "x-vkit-ignored-fields"
 MAX_IGNORED_HEADER_LEN = 4096
+MAX_LABEL_LEN = 128
 NO_EFFECT_HEADERS = ("x-data-parallel-rank",)
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class Exchange:
     is_counted: bool = False
     """Whether it adds to the server's load."""
     ignored: list[str] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+    """Who the client says it is, for the log: user, session, trace."""
 
 
 class ClientGone(Exception):
@@ -112,7 +115,18 @@ class Call:
         given = getattr(body, "request_id", None)
         if isinstance(given, str) and given and not self.exchange.has_given_id:
             self.exchange.request_id = given
+        self._note_labels(body)
         return body
+
+    def _note_labels(self, body: msgspec.Struct) -> None:
+        session = getattr(body, "session_id", None) or self.header("x-session-id")
+        for name, value in (
+            ("user", getattr(body, "user", None)),
+            ("session", session),
+            ("traceparent", self.header("traceparent")),
+        ):
+            if value:
+                self.exchange.labels[name] = value[:MAX_LABEL_LEN]
 
     async def _read_body(self) -> bytes:
         limit = self.settings.max_request_body_size
@@ -187,12 +201,45 @@ class Call:
         With `wait_for_first`, a failure before the first frame keeps its own status.
         """
         interval = self.settings.sse_keep_alive_interval
-        if wait_for_first and not interval:
-            frames = await self.while_connected(_primed(frames))
-        frames = ending(frames)
-        if interval:
-            frames = kept_alive(frames, interval, comment)
-        return EventStream(frames, self.headers())
+        if not interval:
+            if wait_for_first:
+                frames = await self.while_connected(_primed(frames))
+            return EventStream(ending(frames), self.headers())
+        first: asyncio.Future[bytes] | None = None
+        if wait_for_first:
+            first = asyncio.ensure_future(anext(frames))
+            try:
+                await self.while_connected(_settled(first, interval))
+            except BaseException:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+                await frames.aclose()
+                raise
+        return EventStream(kept_alive(ending(_started(first, frames)), interval, comment), self.headers())
+
+
+async def _settled(first: asyncio.Future[bytes], seconds: float) -> None:
+    """Wait for the first frame, but not for ever; raises what it raised."""
+    done, _ = await asyncio.wait({first}, timeout=seconds)
+    if done and not isinstance(first.exception(), StopAsyncIteration):
+        first.result()
+
+
+async def _started(first: asyncio.Future[bytes] | None, frames: Frames) -> Frames:
+    """The frames, the first of which was already asked for."""
+    try:
+        if first is not None:
+            try:
+                yield await first
+            except StopAsyncIteration:
+                return
+        async for frame in frames:
+            yield frame
+    finally:
+        if first is not None and not first.done():
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        await frames.aclose()
 
 
 async def _primed(frames: Frames) -> Frames:

@@ -126,13 +126,9 @@ class Gate:
         path = scope["path"]
         settings = self.settings
         if not settings.disable_access_log and path not in settings.access_log_excluded:
+            labels = "".join(f" {name}={value!r}" for name, value in exchange.labels.items())
             access_logger.info(
-                "%s %s %d %.1f ms",
-                scope["method"],
-                path,
-                sent.status,
-                seconds * 1000,
-                extra={"rid": exchange.request_id},
+                "%s %s %d %.1f ms %s%s", scope["method"], path, sent.status, seconds * 1000, exchange.request_id, labels
             )
         route = exchange.route
         if route is not None and route.is_probe:

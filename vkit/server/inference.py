@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from vkit.types import (
     RequestOutput,
     SamplingParams,
 )
+
+logger = logging.getLogger("vkit.server.requests")
 
 _unique = itertools.count()
 
@@ -91,7 +94,8 @@ class Run:
         self._ids = [f"{client_id}#{next(_unique)}" for _ in prompts]
         self._num_tokens = {(i, k): 0 for i, prompt in enumerate(prompts) for k in range(prompt.params.n)}
         self._unfinished = set(self._num_tokens)
-        state.admit(len(self._num_tokens))
+        if state.settings.enable_log_requests:
+            self._log_request()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -141,6 +145,7 @@ class Run:
 
     async def _outputs(self, kind: OutputKind) -> AsyncGenerator[Delta, None]:
         state = self.state
+        state.admit(len(self._unfinished))
         state.running.setdefault(self.client_id, set()).update(self._ids)
         state.num_sequences += len(self._unfinished)
         sources = [self._one(i, kind) for i in range(len(self.prompts))]
@@ -187,6 +192,12 @@ class Run:
             ids.difference_update(self._ids)
             if not ids:
                 del state.running[self.client_id]
+
+    def _log_request(self) -> None:
+        limit = self.state.settings.max_log_len
+        for prompt in self.prompts:
+            shown = prompt.token_ids[:limit] if prompt.text is None else prompt.text[:limit]
+            logger.info("%s prompt: %r, params: %s", self.client_id, shown, prompt.params)
 
     def _note_prompt(self, index: int, output: RequestOutput) -> None:
         result = self.results[index]

@@ -12,6 +12,7 @@ from litestar.response.base import Response
 from vkit.server.call import Call
 from vkit.server.problems import AnthropicErrorBody, OpenAIErrorBody
 from vkit.server.routes import Parameter, Route
+from vkit.server.schema import Json
 from vkit.server.settings import ServerSettings
 
 API_VERSION = "1.0.0"
@@ -23,21 +24,27 @@ def document_routes(settings: ServerSettings, routes: Sequence[Route]) -> list[R
     """/openapi.json and /docs over the given routes; none when the operator turned them off."""
     if settings.disable_docs:
         return []
-    document = msgspec.json.encode(build_document(settings, routes))
     page = resources.files("vkit.server").joinpath("web/docs.html").read_bytes()
+    document = b""
 
     async def openapi_json(call: Call) -> Response[Any]:
-        """The document."""
+        """The document, built at the first request."""
+        nonlocal document
+        if not document:
+            document = msgspec.json.encode(build_document(settings, [*routes, *own]))
         return Response(document, status_code=200, media_type="application/json")
 
     async def docs(call: Call) -> Response[Any]:
         """The explorer, which needs nothing but this server."""
         return Response(page, status_code=200, media_type="text/html")
 
-    return [
-        Route(("GET",), "/openapi.json", openapi_json, "OpenAPI document", "documentation", needs_key=False),
+    own = [
+        Route(
+            ("GET",), "/openapi.json", openapi_json, "OpenAPI document", "documentation", needs_key=False, reply=Json
+        ),
         Route(("GET",), "/docs", docs, "Explorer", "documentation", needs_key=False, media_type="text/html"),
     ]
+    return own
 
 
 def build_document(settings: ServerSettings, routes: Sequence[Route]) -> dict[str, Any]:

@@ -48,6 +48,15 @@ async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, p
     )
 
 
+async def encode_rendered(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a rendered template; when it wrote the BOS itself, no second one is added."""
+    token_ids = await encode(tokenizer, text, add_special_tokens=add_special_tokens, parse_special=True)
+    bos = tokenizer.bos_token_id
+    if add_special_tokens and bos is not None and token_ids[:2] == [bos, bos]:
+        return token_ids[1:]
+    return token_ids
+
+
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Refuse ids outside the vocabulary.
 

@@ -45,7 +45,7 @@ from vkit.server.openai.shared import (
 from vkit.server.openai.tools import ToolUse, chat_tool_use
 from vkit.server.parsing import ContentDelta, ReasoningDelta, ReplyContext, ReplyEvent, ReplyParser, ToolCallDelta
 from vkit.server.problems import bad_request, clip
-from vkit.server.prompts import ChatPrompt, encode, render_chat
+from vkit.server.prompts import ChatPrompt, encode_rendered, render_chat
 from vkit.server.sampling import (
     Wanted,
     build_params,
@@ -108,15 +108,6 @@ async def render_chat_completions(call: Call) -> Response[Any]:
     if body.use_beam_search:
         raise bad_request("use_beam_search: cannot be rendered as one generate request", "use_beam_search")
     prepared = await prepare(call, body)
-    context = {
-        "tools": list(prepared.tool_use.tools) or None,
-        "tool_choice": prepared.tool_use.choice,
-        "tool_name": prepared.tool_use.name,
-        "parallel_tool_calls": prepared.tool_use.parallel,
-        "include_reasoning": body.include_reasoning is not False,
-        "chat_template_kwargs": dict(prepared.variables),
-        "history_tool_call_cnt": sum(len(message.get("tool_calls") or []) for message in body.messages),
-    }
     item = rendered(
         call,
         f"chatcmpl-{call.rid}",
@@ -125,14 +116,28 @@ async def render_chat_completions(call: Call) -> Response[Any]:
         call.state.engine.tokenizer,
         body,
         priority=prepared.priority,
-        parse_context=context,
+        parse_context=render_context(prepared),
     )
     item.reasoning_ended = None if not call.state.parsers.parses_reasoning else False
     return call.json(item)
 
 
-async def prepare(call: Call, body: ChatBody) -> Prepared:
-    """The request, validated, rendered and tokenized.
+def render_context(prepared: Prepared) -> Json:
+    """What output_mode derender must know to parse the reply as this route would."""
+    body, tool_use = prepared.body, prepared.tool_use
+    return {
+        "tools": list(tool_use.tools) or None,
+        "tool_choice": tool_use.choice,
+        "tool_name": tool_use.name,
+        "parallel_tool_calls": tool_use.parallel,
+        "include_reasoning": body.include_reasoning is not False,
+        "chat_template_kwargs": dict(prepared.variables),
+        "history_tool_call_cnt": sum(len(message.get("tool_calls") or []) for message in body.messages),
+    }
+
+
+async def prepare(call: Call, body: ChatBody, *, tool_use: ToolUse | None = None, must_fit: bool = True) -> Prepared:
+    """The request, validated, rendered and tokenized. `must_fit`: refuse a prompt that leaves no room for output.
 
     Raises:
         Problem: 400 or 404.
@@ -148,17 +153,16 @@ async def prepare(call: Call, body: ChatBody) -> Prepared:
     note_no_effect(call, body)
     priority = effective_priority(call, body.priority)
     check_priority(priority, call.settings)
-    tool_use = _tool_use(call, body)
+    if tool_use is None:
+        tool_use = _tool_use(call, body)
     wanted = _wanted(call, body, best_of)
     chat = chat_prompt(call, body, tool_use)
     text = await render_chat(engine, chat, engine.compile_template)
-    token_ids = await encode(
-        engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens), parse_special=True
-    )
+    token_ids = await encode_rendered(engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
         raise bad_request("messages: the rendered prompt has no tokens", "messages")
     token_ids = truncate_prompt(token_ids, body, engine.max_model_len)
-    room = room_for(len(token_ids), engine.max_model_len, "messages")
+    room = room_for(len(token_ids), engine.max_model_len, "messages") if must_fit else engine.max_model_len
     params = build_params(body, wanted, state.defaults.values, room, engine.tokenizer)
     last = chat.messages[-1]
     generates_new_turn = chat.add_generation_prompt and not chat.continue_final_message
@@ -462,6 +466,14 @@ class _OpenChoice:
     positions: list[PositionLogprobs] = field(default_factory=list)
     """Not yet part of a chunk."""
     text: list[str] = field(default_factory=list)
+    num_hidden: int = 0
+
+    def drop_hidden(self) -> None:
+        """Hidden reasoning takes its tokens and log-probabilities with it."""
+        num_new = self.parser.num_reasoning_tokens - self.num_hidden
+        del self.token_ids[:num_new]
+        del self.positions[:num_new]
+        self.num_hidden += num_new
 
 
 class _ChatStream:
@@ -541,10 +553,8 @@ class _ChatStream:
 
     def _event_chunks(self, index: int, events: list[ReplyEvent]) -> list[ChatChunk]:
         shown = [delta for delta in (self.writer.delta(event) for event in events) if delta is not None]
-        if events and not shown and all(isinstance(event, ReasoningDelta) for event in events):
-            # Hidden reasoning takes its tokens and log-probabilities with it.
-            self.choices[index].token_ids.clear()
-            self.choices[index].positions.clear()
+        if not self.writer.shows_reasoning:
+            self.choices[index].drop_hidden()
         return [self._with_tokens(ChatChunkChoice(index, delta)) for delta in shown]
 
     def _closing(self, delta: Delta) -> ChatChunk:

@@ -15,7 +15,7 @@ from vkit.server.openai.chat import (
 from vkit.server.openai.schemas import ChatBody, DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply
 from vkit.server.openai.tools import ToolUse, check_tools
 from vkit.server.problems import bad_request
-from vkit.server.prompts import check_token_ids, encode, off_loop, render_chat
+from vkit.server.prompts import check_token_ids, encode, encode_rendered, off_loop, render_chat
 
 
 async def tokenize(call: Call) -> Response[Any]:
@@ -54,7 +54,7 @@ async def _chat_ids(call: Call, body: TokenizeBody) -> list[int]:
     engine = call.state.engine
     prompt = chat_prompt(call, chat, ToolUse(tools=tools, offered=tools))
     text = await render_chat(engine, prompt, engine.compile_template)
-    return await encode(engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens), parse_special=True)
+    return await encode_rendered(engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
 
 
 async def detokenize(call: Call) -> Response[Any]:

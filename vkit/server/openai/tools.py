@@ -10,7 +10,9 @@ from vkit.server.problems import bad_request, clip
 from vkit.server.schema import Json
 from vkit.server.state import ServerState
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_NAME_LEN = 64
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,17 @@ def check_tools(tools: list[Json] | None, where: str = "tools") -> tuple[Json, .
     return tuple({"type": "function", "function": tool["function"]} for tool in tools)
 
 
-def check_function(function: Json, where: str, names: set[str]) -> None:
+def check_function(function: Json, where: str, names: set[str], *, max_name_len: int = MAX_NAME_LEN) -> None:
     """Check one function and add its name to `names`.
 
     Raises:
         Problem: 400 naming the key.
     """
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise bad_request(f"{where}.name: expected 1..64 of A-Z a-z 0-9 _ . -, got {clip(name)}", f"{where}.name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > max_name_len:
+        raise bad_request(
+            f"{where}.name: expected 1..{max_name_len} of A-Z a-z 0-9 _ . -, got {clip(name)}", f"{where}.name"
+        )
     if name in names:
         raise bad_request(f"{where}.name: {name!r} is given twice", f"{where}.name")
     names.add(name)
