@@ -12,6 +12,7 @@ from vkit.kernels.dense import concat, embedding, linear
 from vkit.kernels.dispatch import (
     Backend,
     backends,
+    configure,
     kv_layout,
     register_backend,
     use_backend,
@@ -33,6 +34,7 @@ __all__ = [
     "add_rms_norm",
     "backends",
     "concat",
+    "configure",
     "dequantize",
     "embedding",
     "gelu_and_mul",

@@ -24,7 +24,7 @@ StepFunction = Callable[[Any], Tensor]
 
 REFERENCE = "reference"
 
-BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ()}
+BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("vkit.kernels.cpu.backend",), "cuda": ()}
 """Per device type, the modules that call `register_backend` when imported, best first."""
 
 
@@ -49,6 +49,8 @@ class Backend:
     """Given the whole forward pass, returns what the runner calls instead: here ops may be recorded and replayed."""
     kv_layout: Callable[..., tuple[Tensor, Tensor]] | None = None
     """Replaces `default_kv_layout`, same arguments."""
+    configure: Callable[[int, bool], None] | None = None
+    """Takes the number of threads, and whether activations must stay in floating point."""
 
 
 class OpTable:
@@ -190,11 +192,24 @@ def _resolve(op: str, device_type: str, dtype: torch.dtype) -> Op:
     elif not usable and device_type not in _forced:
         for backend in backends(device_type):
             _report_once(device_type, f"{backend.name} kernels are not used: {backend.unavailable}; plain torch runs")
-    # Imported here because reference modules may themselves import from this package.
-    reference: Mapping[str, Op] = importlib.import_module("vkit.kernels.reference").OPS
+    reference = reference_ops()
     if op not in reference:
         raise AttributeError(f"no op named {op!r}")
     return reference[op]
+
+
+def reference_ops() -> Mapping[str, Op]:
+    """The plain torch implementation of every op."""
+    # Imported here because reference modules may themselves import from this package.
+    ops: Mapping[str, Op] = importlib.import_module("vkit.kernels.reference").OPS
+    return ops
+
+
+def configure(device_type: str, *, num_threads: int, is_exact: bool) -> None:
+    """Tell the device's backends how many threads to use and whether activations must stay in floating point."""
+    for backend in usable_backends(device_type):
+        if backend.configure is not None:
+            backend.configure(num_threads, is_exact)
 
 
 def _report_once(device_type: str, line: str) -> None:

@@ -84,6 +84,7 @@ Pool* pool = new Pool;
 pthread_mutex_t running = PTHREAD_MUTEX_INITIALIZER;
 
 void meet(Pool* p) {
+    if (p->num_running == 1) return;
     const uint32_t seen = p->barrier.phase.load(std::memory_order_relaxed);
     if (p->arrived.fetch_add(1) + 1 == p->num_running) {
         p->arrived.store(0);
@@ -96,13 +97,16 @@ void meet(Pool* p) {
 // Every thread walks the whole list; threads meet where an op that was shared out, or is about to be, begins.
 void walk(Pool* p, int tid) {
     const int nth = p->num_running;
-    bool was_parallel = false;
+    bool is_open = false;  // whether a shared-out op has begun since threads last met
     for (int i = 0; i < p->num_ops; ++i) {
         const VkOp* op = p->ops + i;
         const int64_t rows = vk_rows(op, p->step);
         const bool is_parallel = nth > 1 && p->level->is_parallel(op, rows);
-        if (nth > 1 && i && (was_parallel || is_parallel)) meet(p);
-        was_parallel = is_parallel;
+        if (i && (is_open || is_parallel) && !(op->flags & VK_FLAG_INDEPENDENT)) {
+            meet(p);
+            is_open = false;
+        }
+        is_open = is_open || is_parallel;
         if (!is_parallel && tid) continue;
         VkCtx ctx;
         ctx.tid = is_parallel ? tid : 0;

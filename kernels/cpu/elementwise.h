@@ -164,27 +164,97 @@ void op_write_kv(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     });
 }
 
-// p: x, indices int64, out. n: C, dtype, x stride, out stride, out dtype.
-void op_gather(const VkOp* op, const VkStep* step, VkCtx* ctx) {
-    const int32_t dtype = (int32_t)op->n[1], out_dtype = (int32_t)op->n[4];
-    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
-        const int64_t index = ((const int64_t*)op->p[1])[row];
-        convert_row(row_at(op->p[2], row * op->n[3], out_dtype), out_dtype, row_at(op->p[0], index * op->n[2], dtype), dtype,
-                    op->n[0]);
-    });
-}
-
-// p: x, y or null, out. n: C, dtype, x stride, y stride, out stride, out dtype. f: factor of the sum.
-void op_add(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+// p: x, y or null, out. n: C, dtype, x stride, y stride (0: one row for all), out stride, out dtype, whether to multiply
+// instead of adding, y dtype. f: factor of the result.
+void op_combine(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     const int64_t c = op->n[0];
-    const int32_t dtype = (int32_t)op->n[1], out_dtype = (int32_t)op->n[5];
+    const int32_t dtype = (int32_t)op->n[1], y_dtype = (int32_t)op->n[7], out_dtype = (int32_t)op->n[5];
     vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
         const void* x = row_at(op->p[0], row * op->n[2], dtype);
+        const void* y = op->p[1] ? row_at(op->p[1], row * op->n[3], y_dtype) : nullptr;
         void* out = row_at(op->p[2], row * op->n[4], out_dtype);
         for (int64_t i = 0; i < c; i += 16) {
             VF v = load_upto(x, dtype, i, c);
-            if (op->p[1]) v = vf_add(v, load_upto(row_at(op->p[1], row * op->n[3], dtype), dtype, i, c));
-            store_upto(out, out_dtype, i, c, vf_mul(v, vf_set1(op->f[0])));
+            if (y && op->n[6]) v = vf_mul(v, load_upto(y, y_dtype, i, c));
+            else if (y) v = vf_add(v, load_upto(y, y_dtype, i, c));
+            store_upto(out, out_dtype, i, c, op->f[0] == 1.0f ? v : vf_mul(v, vf_set1(op->f[0])));
+        }
+    });
+}
+
+enum Unary { UNARY_SILU = 1, UNARY_GELU_TANH, UNARY_GELU, UNARY_RELU, UNARY_RELU2, UNARY_SIGMOID, UNARY_TANH, UNARY_CAP };
+
+VK_INLINE VF act_sigmoid(VF x) { return vf_div(vf_set1(1.0f), vf_add(vf_set1(1.0f), vf_exp(vf_sub(vf_zero(), x)))); }
+// 2 sigmoid(2x) - 1 loses digits near zero, where the series takes over: its next term is below 1e-8 for |x| < 1/8.
+VK_INLINE VF act_tanh(VF x) {
+    const VF wide = vf_sub(vf_mul(vf_set1(2.0f), act_sigmoid(vf_mul(vf_set1(2.0f), x))), vf_set1(1.0f));
+    const VF square = vf_mul(x, x);
+    VF narrow = vf_fma(square, vf_set1(-17.0f / 315), vf_set1(2.0f / 15));
+    narrow = vf_fma(narrow, square, vf_set1(-1.0f / 3));
+    narrow = vf_fma(vf_mul(narrow, square), x, x);
+    float a[16], b[16], c[16];
+    vf_store(a, wide);
+    vf_store(b, narrow);
+    vf_store(c, x);
+    for (int i = 0; i < 16; ++i) a[i] = fabsf(c[i]) < 0.125f ? b[i] : a[i];
+    return vf_load(a);
+}
+__attribute__((noinline)) VF unary_value(int64_t kind, float cap, VF x) {
+    switch (kind) {
+        case UNARY_SILU: return act_silu(x);
+        case UNARY_GELU_TANH: return act_gelu_tanh(x);
+        case UNARY_GELU: return act_gelu(x);
+        case UNARY_RELU: return vf_max(x, vf_zero());
+        case UNARY_RELU2: x = vf_max(x, vf_zero()); return vf_mul(x, x);
+        case UNARY_SIGMOID: return act_sigmoid(x);
+        case UNARY_TANH: return act_tanh(x);
+        default: return vf_mul(act_tanh(vf_div(x, vf_set1(cap))), vf_set1(cap));
+    }
+}
+
+// p: x, out. n: C, dtype, x stride, out stride, function. f: cap.
+void op_unary(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t c = op->n[0];
+    const int32_t dtype = (int32_t)op->n[1];
+    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
+        const void* x = row_at(op->p[0], row * op->n[2], dtype);
+        void* out = row_at(op->p[1], row * op->n[3], dtype);
+        for (int64_t i = 0; i < c; i += 16)
+            store_upto(out, dtype, i, c, unary_value(op->n[4], op->f[0], load_upto(x, dtype, i, c)));
+    });
+}
+
+// p: x, weight or null, bias or null, out. n: C, dtype, x stride, out stride, weight dtype, bias dtype, rows of the
+// weight (row t takes row t % rows of it). f: eps. Source: Ba, Kiros and Hinton 2016, eq. 3.
+void op_layer_norm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t c = op->n[0];
+    const int32_t dtype = (int32_t)op->n[1], weight_dtype = (int32_t)op->n[4], bias_dtype = (int32_t)op->n[5];
+    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
+        const void* x = row_at(op->p[0], row * op->n[2], dtype);
+        void* out = row_at(op->p[3], row * op->n[3], dtype);
+        const int64_t table = row % op->n[6] * c;
+        VF sum = vf_zero();
+        for (int64_t i = 0; i < c; i += 16) sum = vf_add(sum, load_upto(x, dtype, i, c));
+        const VF mean = vf_set1(vf_sum(sum) / (float)c);
+        float squares = 0;
+        VF square_sum = vf_zero();
+        for (int64_t i = 0; i < c; i += 16) {
+            const VF v = vf_sub(load_upto(x, dtype, i, c), mean);
+            if (i + 16 <= c) {
+                square_sum = vf_fma(v, v, square_sum);
+            } else {
+                float part[16];
+                vf_store(part, vf_mul(v, v));
+                for (int64_t j = i; j < c; ++j) squares += part[j - i];
+            }
+        }
+        squares += vf_sum(square_sum);
+        const VF inverse = vf_set1(1.0f / sqrtf(squares / (float)c + op->f[0]));
+        for (int64_t i = 0; i < c; i += 16) {
+            VF v = vf_mul(vf_sub(load_upto(x, dtype, i, c), mean), inverse);
+            if (op->p[1]) v = vf_mul(v, load_upto(row_at(op->p[1], table, weight_dtype), weight_dtype, i, c));
+            if (op->p[2]) v = vf_add(v, load_upto(row_at(op->p[2], table, bias_dtype), bias_dtype, i, c));
+            store_upto(out, dtype, i, c, v);
         }
     });
 }

@@ -93,8 +93,8 @@ VK_INLINE VF act(int64_t kind, VF x) {
 
 // One op's constants, opened once per thread.
 struct Gemm {
-    const uint8_t *x, *weight;
-    const float* bias;
+    const uint8_t *x, *weight, *up_weight;
+    const float *bias, *up_bias;
     void* out;
     int64_t m, rows, k, stride, epilogue, group_bytes, num_supers;
     int32_t dtype;
@@ -102,13 +102,13 @@ struct Gemm {
 
 // Bias, activation and the write of one piece's 16 columns; `up` is null without an epilogue.
 __attribute__((noinline)) void finish_piece(const Gemm& g, int64_t group, int64_t first, int rows, VF* acc, VF* up) {
-    const int64_t column = 16 * group, end = up ? g.rows / 2 : g.rows;
+    const int64_t column = 16 * group;
     const VF bias = g.bias ? load_upto(g.bias, VK_F32, column, g.rows) : vf_zero();
-    const VF up_bias = g.bias && up ? load_upto(g.bias, VK_F32, end + column, g.rows) : vf_zero();
+    const VF up_bias = up && g.up_bias ? load_upto(g.up_bias, VK_F32, column, g.rows) : vf_zero();
     for (int r = 0; r < rows; ++r) {
         VF value = vf_add(acc[r], bias);
         if (up) value = vf_mul(act(g.epilogue, value), vf_add(up[r], up_bias));
-        store_upto(row_at(g.out, (first + r) * g.stride, g.dtype), g.dtype, column, end, value);
+        store_upto(row_at(g.out, (first + r) * g.stride, g.dtype), g.dtype, column, g.rows, value);
     }
 }
 
@@ -117,7 +117,7 @@ VK_INLINE void gemm_piece(const Gemm& g, int64_t group, int64_t first) {
     const uint8_t* block = g.x + first * (g.k / 32) * BLOCK_BYTES;
     VF acc[R], up[R];
     tile<F, R>(g.weight + group * g.group_bytes, block, g.num_supers, acc);
-    if (g.epilogue) tile<F, R>(g.weight + (group + g.rows / 32) * g.group_bytes, block, g.num_supers, up);
+    if (g.epilogue) tile<F, R>(g.up_weight + group * g.group_bytes, block, g.num_supers, up);
     finish_piece(g, group, first, R, acc, g.epilogue ? up : nullptr);
 }
 
@@ -147,6 +147,8 @@ void gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     g.weight = (const uint8_t*)op->p[1];
     g.bias = (const float*)op->p[2];
     g.out = op->p[3];
+    g.up_weight = (const uint8_t*)op->p[4];
+    g.up_bias = (const float*)op->p[5];
     g.m = vk_rows(op, step);
     g.rows = op->n[1];
     g.k = op->n[2];
@@ -155,7 +157,7 @@ void gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     g.epilogue = op->n[5];
     g.num_supers = g.k / F::SUPER;
     g.group_bytes = g.num_supers * F::BYTES;
-    const int64_t columns = g.epilogue ? g.rows / 2 : g.rows, groups = (columns + 15) / 16;
+    const int64_t groups = (g.rows + 15) / 16;
     const int64_t chunks = (g.m + ROWS_AT_A_TIME - 1) / ROWS_AT_A_TIME;
     const int64_t together = chunks > 1 ? GROUPS_AT_A_TIME : 1, per_chunk = (groups + together - 1) / together;
     vk_for_each(ctx, per_chunk * chunks, [&](int64_t item) {
@@ -165,8 +167,8 @@ void gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     });
 }
 
-// p: blocks, weight, bias or null, out. n: format, output rows, K, out dtype, out stride, epilogue. With an epilogue the
-// first half of the weight's rows are gates, and out has half as many columns.
+// p: blocks, weight, bias or null, out, then with an epilogue the weight and bias of the second factor.
+// n: format, output columns, K, out dtype, out stride, epilogue (act(x W) * x V).
 void op_gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     switch (op->n[0]) {
 #define VK_CASE(F) \
@@ -267,49 +269,53 @@ void op_pack(const VkOp* op, const VkStep*, VkCtx* ctx) {
     }
 }
 
+// One row of a table in file format: each super-block is packed alone, then opened like any other.
 template <class F>
-void embed_packed(const VkOp* op, int64_t id, void* out) {
-    const int64_t k = op->n[2];
-    const int32_t dtype = (int32_t)op->n[3];
-    const uint8_t* weight = (const uint8_t*)op->p[1] + id / 16 * (k / F::SUPER) * F::BYTES;
-    const int lane = (int)(id % 16);
-    for (int64_t i = 0; i < k; i += F::SUPER, weight += F::BYTES) {
+void embed_row(const uint8_t* row, int64_t k, void* out, int32_t dtype) {
+    uint8_t packed[F::BYTES];
+    memset(packed, 0, sizeof packed);
+    for (int64_t i = 0; i < k; i += F::SUPER, row += F::ROW) {
+        F::pack(packed, 0, row);
         VF scale[NUM_SCALES<F>], min[F::MIN ? NUM_SCALES<F> : 1];
-        F::scales(weight, scale, min);
+        F::scales(packed, scale, min);
         for (int b = 0; b < F::SUPER / 32; ++b) {
             VB w[8];
-            F::codes(weight, b, w);
-            float row[32];
+            F::codes(packed, b, w);
+            float values[32];
             for (int j = 0; j < 8; ++j) {
                 const int s = F::HALVES ? 2 * b + j / 4 : b;
                 for (int byte = 0; byte < 4; ++byte) {
-                    float value[16];
-                    vf_store(value, open_value<F>(w, j, byte, scale[s], min[F::MIN ? s : 0]));
-                    row[4 * j + byte] = value[lane];
+                    float lanes[16];
+                    vf_store(lanes, open_value<F>(w, j, byte, scale[s], min[F::MIN ? s : 0]));
+                    values[4 * j + byte] = lanes[0];
                 }
             }
-            store16(out, dtype, i + 32 * b, vf_load(row));
-            store16(out, dtype, i + 32 * b + 16, vf_load(row + 16));
+            store16(out, dtype, i + 32 * b, vf_load(values));
+            store16(out, dtype, i + 32 * b + 16, vf_load(values + 16));
         }
     }
 }
 
-// p: ids int64, table, out. n: format, table rows, K, out dtype, out stride, table stride (plain tables).
+// p: ids, table, out. n: format, bytes of an id, K, out dtype, out stride, bytes from one table row to the next, rows of
+// the table. A row that does not exist is NaN.
 void op_embed(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     const int64_t k = op->n[2];
     const int32_t format = (int32_t)op->n[0], dtype = (int32_t)op->n[3];
     vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
-        const int64_t id = ((const int64_t*)op->p[0])[row];
+        const int64_t id = op->n[1] == 8 ? ((const int64_t*)op->p[0])[row] : ((const int32_t*)op->p[0])[row];
+        const uint8_t* table = (const uint8_t*)op->p[1] + id * op->n[5];
         void* out = row_at(op->p[2], row * op->n[4], dtype);
+        if (id < 0 || id >= op->n[6]) {
+            for (int64_t i = 0; i < k; i += 16) store_upto(out, dtype, i, k, vf_set1(NAN));
+            return;
+        }
         switch (format) {
 #define VK_CASE(F) \
-    case F::FORMAT: return embed_packed<F>(op, id, out);
+    case F::FORMAT: return embed_row<F>(table, k, out, dtype);
             VK_FOR_EACH_FORMAT(VK_CASE)
 #undef VK_CASE
-            default: {
-                const void* table = row_at(op->p[1], id * op->n[5], format);
+            default:
                 for (int64_t i = 0; i < k; i += 16) store_upto(out, dtype, i, k, load_upto(table, format, i, k));
-            }
         }
     });
 }

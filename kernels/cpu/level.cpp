@@ -47,7 +47,7 @@ const VkLevel LEVEL = {
     VK_STR(VK_LEVEL_NAME),
     {
         op_pack, op_quantize, op_gemm, op_gemm_exact, op_dense, op_embed, op_rms_norm, op_glu, op_rope, op_write_kv,
-        op_attention, op_attention_join, op_gather, op_add, op_argmax, op_read,
+        op_attention, op_attention_join, op_combine, op_unary, op_layer_norm, op_argmax, op_read,
     },
     is_parallel,
     scratch,

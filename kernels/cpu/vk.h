@@ -18,7 +18,7 @@ enum VkFormat {
     VK_IQ4_NL = 20, VK_IQ4_XS = 23, VK_MXFP4 = 39, VK_NVFP4 = 40,
 };
 
-// A row count in an op is a literal (>= 0) or one of these, read from the step.
+// A row count in an op is a literal (>= 0) or one of these, read from the step and multiplied by `row_factor`.
 enum VkRows { VK_ROWS_TOKENS = -1, VK_ROWS_LOGITS = -2, VK_ROWS_SEQS = -3 };
 
 enum VkOpcode {
@@ -27,24 +27,29 @@ enum VkOpcode {
     VK_OP_GEMM,            // int8 blocks x packed weight -> float rows
     VK_OP_GEMM_EXACT,      // float rows x packed weight, dequantised in registers
     VK_OP_DENSE,           // float rows x plain rows of F32, F16 or BF16
-    VK_OP_EMBED,           // rows of a plain or quantised table
+    VK_OP_EMBED,           // rows of a plain or quantised table, read where the file has them
     VK_OP_RMS_NORM,        // optionally adds to the residual first, optionally quantises
     VK_OP_GLU,             // act(gate) * up, optionally quantises
     VK_OP_ROPE,            // rotates heads in place
     VK_OP_WRITE_KV,        // rows of k and v into their cache slots
     VK_OP_ATTENTION,       // paged attention of any mix of prefill and decode
     VK_OP_ATTENTION_JOIN,  // joins the parts of sequences whose keys were split
-    VK_OP_GATHER,          // rows picked by index (the rows wanted for logits)
-    VK_OP_ADD,             // element-wise sum of rows
+    VK_OP_COMBINE,         // (x + y) * factor or x * y, element by element
+    VK_OP_UNARY,           // a named function of every element
+    VK_OP_LAYER_NORM,
     VK_OP_ARGMAX,          // index of each row's largest value, ties to the lowest
     VK_OP_READ,            // sums a buffer: the memory read probe
     VK_OP_COUNT
 };
 
+// Set in `flags`: the op needs nothing of the one before it, so threads go on to it without meeting.
+#define VK_FLAG_INDEPENDENT 1
+
 typedef struct VkOp {
     int32_t opcode;
     int32_t flags;
     int64_t rows;
+    int64_t row_factor;
     void* p[10];
     int64_t n[20];
     float f[4];
@@ -58,8 +63,10 @@ typedef struct VkStep {
 
 static inline int64_t vk_rows(const VkOp* op, const VkStep* step) {
     if (op->rows >= 0) return op->rows;
-    if (op->rows == VK_ROWS_TOKENS) return step->num_tokens;
-    return op->rows == VK_ROWS_LOGITS ? step->num_logits : step->num_seqs;
+    const int64_t rows = op->rows == VK_ROWS_TOKENS   ? step->num_tokens
+                         : op->rows == VK_ROWS_LOGITS ? step->num_logits
+                                                      : step->num_seqs;
+    return rows * op->row_factor;
 }
 
 // How one thread sees its share of an op. Work is cut into numbered items; every thread owns a contiguous range, so that

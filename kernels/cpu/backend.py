@@ -1,0 +1,46 @@
+"""Offers the native kernels to dispatch. Importing this module builds or loads the library."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from vkit.kernels import dispatch
+from vkit.kernels.cpu.library import LibraryError, load_library
+from vkit.kernels.cpu.ops import DTYPE_IDS, Operations
+from vkit.kernels.cpu.program import StepFunction, StepRunner
+from vkit.kernels.cpu.threads import usable_threads
+
+NAME = "native"
+
+OPS = (
+    "add add_rms_norm concat embedding gelu_and_mul layer_norm linear multiply paged_attention qk_norm_rope "
+    "quantized_embedding quantized_linear rms_norm rope scale silu_and_mul soft_cap unary write_kv"
+).split()
+
+
+def _backend() -> dispatch.Backend:
+    refused = dispatch.Backend(NAME, "cpu", lambda op, dtype: None)
+    try:
+        library = load_library()
+    except LibraryError as reason:
+        return replace(refused, unavailable=f"{reason}; products of packed weights take many times longer without them")
+    library.set_num_threads(usable_threads())
+    operations = Operations(library, dict(dispatch.reference_ops()))
+
+    def find(op: str, dtype: torch.dtype, /) -> dispatch.Op | None:
+        found: dispatch.Op | None = getattr(operations, op) if op in OPS and dtype in DTYPE_IDS else None
+        return found
+
+    def wrap_step(step: StepFunction) -> StepFunction:
+        return StepRunner(library, step)
+
+    def configure(num_threads: int, is_exact: bool) -> None:
+        library.set_num_threads(num_threads)
+        operations.is_exact = is_exact
+
+    return replace(refused, find=find, wrap_step=wrap_step, configure=configure)
+
+
+dispatch.register_backend(_backend())

@@ -1,0 +1,234 @@
+"""A forward pass as one native call: recorded once over fixed buffers, then replayed for steps of any size.
+
+The CPU's counterpart of a CUDA graph, except that row counts are read from the step: one recording serves prefill, decode
+and every mixture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vkit.kernels.cpu.fusion import fuse
+from vkit.kernels.cpu.library import Library, Op, Step
+from vkit.kernels.cpu.tape import NotRecordable, Recording, StepSizes, current
+from vkit.kernels.paged import PagedBatch
+
+logger = logging.getLogger("vkit.kernels")
+
+StepFunction = Callable[[Any], Tensor]
+
+_RECORDED = StepSizes(tokens=31, logits=17, seqs=13)
+"""Primes, so that every row count tells which size it comes from."""
+
+_TOKEN_FIELDS = ("token_ids", "positions", "slot_mapping")
+_LOGITS_FIELDS = ("logits_rows",)
+_SEQ_FIELDS = ("seq_lens", "rows", "is_fresh")
+_BATCH_FIELDS = frozenset({*_TOKEN_FIELDS, *_LOGITS_FIELDS, *_SEQ_FIELDS, "cu_seqlens", "paged", "store"})
+
+
+class StepRunner:
+    """Runs steps by replay; by calling the step function itself where it cannot be recorded."""
+
+    def __init__(self, library: Library, step: StepFunction) -> None:
+        self._library = library
+        self._step = step
+        self._program: Program | None = None
+        self._refused = False
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The step's logits (R, V)."""
+        if self._refused or _sizes(batch).tokens == 0:
+            return self._step(batch)
+        program = self._program
+        if program is None or not program.takes(batch):
+            self._program = program = self._record(batch)
+            if program is None:
+                return self._step(batch)
+        return program.run(batch)
+
+    def _record(self, batch: Any) -> Program | None:
+        before = None if self._program is None else self._program.limits
+        self._program = None  # its memory goes before that of the next one comes
+        try:
+            program = Program(self._library, self._step, batch, _limits(_sizes(batch), before))
+        except NotRecordable as reason:
+            logger.info("steps run op by op: %s", reason)
+            self._refused = True
+            return None
+        logger.debug("recorded %d native operations", program.num_ops)
+        # Our threads and torch's would spin beside each other on the same cores.
+        torch.set_num_threads(1)
+        return program
+
+
+class Program:
+    """The recorded ops, the buffers that steps are copied into, and two buffers for logits."""
+
+    def __init__(self, library: Library, step: StepFunction, batch: Any, limits: StepSizes) -> None:
+        """Record `step`.
+
+        Raises:
+            NotRecordable: it does something that only plain torch can do.
+        """
+        self.limits = limits
+        self._library = library
+        self._inputs = _Inputs(batch, limits)
+        self._tables = [paged.block_table for paged in batch.paged if paged is not None]
+        recording = Recording(library, _RECORDED, limits)
+        token = current.set(recording)
+        try:
+            with _OnlyViews():
+                logits = step(self._inputs.recorded(batch))
+        finally:
+            current.reset(token)
+        if logits.shape[0] != _RECORDED.logits or not recording.holds(logits):
+            raise NotRecordable("the logits are not the result of a native operation")
+        nodes = fuse(recording.nodes, keep=logits.data_ptr())
+        self.num_ops = len(nodes)
+        self._ops = (Op * len(nodes))(*[node.op for node in nodes])
+        self._arena = recording.arena  # the ops point into it
+        self._sizes = Step(0, 0, 0)
+        self._place_logits(logits)
+
+    def _place_logits(self, logits: Tensor) -> None:
+        """Find who writes the logits, so that two buffers can take turns: one may be read while the next step runs."""
+        size = self.limits.logits * logits.shape[1] * 4
+        start = logits.data_ptr()
+        self._width = logits.shape[1]
+        self._slots = [
+            (index, slot, pointer - start)
+            for index, op in enumerate(self._ops)
+            for slot, pointer in enumerate(op.p)
+            if pointer is not None and start <= pointer < start + size
+        ]
+        self._outputs = [np.empty(self.limits.logits * self._width, np.float32) for _ in range(2)]
+        self._turn = 0
+
+    def takes(self, batch: Any) -> bool:
+        """Whether the step fits the buffers, and the cache is where it was."""
+        sizes, limits = _sizes(batch), self.limits
+        fits = sizes.tokens <= limits.tokens and sizes.logits <= limits.logits and sizes.seqs <= limits.seqs
+        tables = [paged.block_table for paged in batch.paged if paged is not None]
+        same = len(tables) == len(self._tables) and all(a is b for a, b in zip(tables, self._tables, strict=True))
+        return fits and same
+
+    def run(self, batch: Any) -> Tensor:
+        """The step's logits (R, V), valid until the step after next."""
+        sizes = _sizes(batch)
+        self._inputs.fill(batch)
+        output = self._outputs[self._turn]
+        self._turn ^= 1
+        address = output.ctypes.data
+        for index, slot, offset in self._slots:
+            self._ops[index].p[slot] = address + offset
+        step = self._sizes
+        step.num_tokens, step.num_logits, step.num_seqs = sizes.tokens, sizes.logits, sizes.seqs
+        self._library.run(self._ops, step)
+        return torch.from_numpy(output[: sizes.logits * self._width]).view(sizes.logits, self._width)
+
+
+class _Inputs:
+    """Fixed memory for the small tensors of a step."""
+
+    def __init__(self, batch: Any, limits: StepSizes) -> None:
+        names = {item.name for item in dataclasses.fields(batch)} - _BATCH_FIELDS
+        unknown = sorted(name for name in names if list(_tensors(getattr(batch, name))))
+        if unknown:
+            raise NotRecordable(f"batches with {', '.join(unknown)}")
+        self._limits = limits
+        self._fixed: dict[tuple[int, str], np.ndarray[Any, Any]] = {}
+        for where, holder in _holders(batch):
+            for name in _fields_of(holder):
+                value: Tensor = getattr(holder, name)
+                self._fixed[where, name] = np.zeros(_limit(name, limits), value.numpy().dtype)
+
+    def recorded(self, batch: Any) -> Any:
+        """A batch of the recorded sizes over the fixed memory; its values mean nothing."""
+        parts = {where: self._replaced(holder, where) for where, holder in _holders(batch)}
+        paged = [None if group is None else parts[index] for index, group in enumerate(batch.paged)]
+        return dataclasses.replace(parts[-1], paged=paged)
+
+    def _replaced(self, holder: Any, where: int) -> Any:
+        names = _fields_of(holder)
+        values: dict[str, Any] = {
+            name: torch.from_numpy(self._fixed[where, name])[: _limit(name, _RECORDED)] for name in names
+        }
+        if isinstance(holder, PagedBatch):
+            seqs, tokens = _RECORDED.seqs, _RECORDED.tokens
+            values["host_rows"], values["host_seq_lens"] = [0] * seqs, [tokens] * seqs
+            values["host_cu_seqlens"] = [0] * seqs + [tokens]
+            values["memo"] = {}
+        return dataclasses.replace(holder, **values)
+
+    def fill(self, batch: Any) -> None:
+        """Copy a step in."""
+        fixed = self._fixed
+        for where, holder in _holders(batch):
+            for name in _fields_of(holder):
+                value = getattr(holder, name).numpy()
+                fixed[where, name][: len(value)] = value
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Refuses whatever torch would compute: only views and new memory pass."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in _tensors([args, kwargs])}
+        if any(x.untyped_storage().data_ptr() not in known for x in _tensors([result])) or not known:
+            raise NotRecordable(str(func))
+        return result
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _holders(batch: Any) -> Iterable[tuple[int, Any]]:
+    """The batch (-1) and its cache groups."""
+    yield -1, batch
+    yield from ((index, group) for index, group in enumerate(batch.paged) if group is not None)
+
+
+def _fields_of(holder: Any) -> tuple[str, ...]:
+    if isinstance(holder, PagedBatch):
+        return ("rows", "slot_mapping", "seq_lens", "cu_seqlens")
+    return ("token_ids", "positions", "cu_seqlens", "seq_lens", "rows", "is_fresh", "logits_rows")
+
+
+def _limit(name: str, sizes: StepSizes) -> int:
+    if name in _TOKEN_FIELDS:
+        return sizes.tokens
+    if name in _LOGITS_FIELDS:
+        return sizes.logits
+    return sizes.seqs + (name == "cu_seqlens")
+
+
+def _sizes(batch: Any) -> StepSizes:
+    return StepSizes(batch.token_ids.shape[0], batch.logits_rows.shape[0], batch.seq_lens.shape[0])
+
+
+def _limits(sizes: StepSizes, before: StepSizes | None) -> StepSizes:
+    """Powers of two that hold the step, everything seen before and the recorded sizes."""
+
+    def enough(size: int, least: int) -> int:
+        return max(least, 1 << (size - 1).bit_length())
+
+    tokens, logits, seqs = enough(sizes.tokens, 64), enough(sizes.logits, 32), enough(sizes.seqs, 16)
+    if before is None:
+        return StepSizes(tokens, logits, seqs)
+    return StepSizes(max(tokens, before.tokens), max(logits, before.logits), max(seqs, before.seqs))
