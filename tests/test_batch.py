@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from vkit.batch import Batch, BatchBuilder
+from vkit.batch import Batch, BatchBuilder, _BlockTable
 from vkit.cache.groups import CacheKind, LayerCacheSpec, TensorSpec
 from vkit.cache.store import TensorStore
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus
@@ -169,3 +169,13 @@ def test_random_lives() -> None:
                     slot = int(paged.slot_mapping[at + position - item.start])
                     assert slot == table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
             at += item.num_tokens
+
+
+def test_a_table_that_is_not_shared_is_brought_up_to_date() -> None:
+    table = _BlockTable(3, 8, torch.device("cpu"), is_shared=False)
+    table.write(1, 2, [5, 6])
+    table.write(2, 0, [9])
+    assert not table.device.any()
+    table.upload()
+    assert table.device.tolist() == table.host.tolist()
+    assert table.device[1].tolist() == [0, 0, 5, 6, 0, 0, 0, 0]

@@ -7,6 +7,7 @@ Knows nothing of models, sampling or text.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from vkit.kernels import PagedBatch
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus
 
 IntArray = NDArray[np.int64]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -73,13 +75,13 @@ class _Row:
 
 
 class _BlockTable:
-    """One group's block table on the host, and its twin on the device."""
+    """One group's block table on the host, and its twin on the device: the same memory where the device is the host."""
 
-    def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, num_columns: int, device: torch.device, *, is_shared: bool) -> None:
         self.host = np.zeros((num_rows, num_columns), np.int32)
         shared = torch.from_numpy(self.host)
-        self.device = shared if device.type == "cpu" else shared.to(device)
-        self._is_shared = device.type == "cpu"
+        self.device = shared if is_shared else shared.to(device, copy=True)
+        self._is_shared = is_shared
         self._changes: list[tuple[int, int, int]] = []
 
     def write(self, row: int, start: int, block_ids: list[int]) -> None:
@@ -112,11 +114,14 @@ class BatchBuilder:
         self._store = store
         self._block_size = block_size
         self._device = device
-        self._is_paged = [group.kind is not CacheKind.STATE for group in groups]
+        is_paged = [group.kind is not CacheKind.STATE for group in groups]
         num_columns = -(-max_model_len // block_size)
-        self._tables = [_BlockTable(max_num_seqs if paged else 0, num_columns, device) for paged in self._is_paged]
-        self._paged_groups = [index for index, paged in enumerate(self._is_paged) if paged]
-        self._state_groups = [index for index, paged in enumerate(self._is_paged) if not paged]
+        self._tables = [
+            _BlockTable(max_num_seqs if paged else 0, num_columns, device, is_shared=device.type == "cpu")
+            for paged in is_paged
+        ]
+        self._paged_groups = [index for index, paged in enumerate(is_paged) if paged]
+        self._state_groups = [index for index, paged in enumerate(is_paged) if not paged]
         self._rows: dict[str, _Row] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -124,19 +129,38 @@ class BatchBuilder:
         """The tensors of this plan, rows in the order of `plan.scheduled`."""
         for sequence_id in plan.finished_ids:
             self._release(sequence_id)
-        rows, token_ids = self._collect(plan.scheduled)
-        starts = np.array([item.start for item in plan.scheduled], np.int64)
-        counts = np.array([item.num_tokens for item in plan.scheduled], np.int64)
-        wanted = np.array([item.num_logits for item in plan.scheduled], np.int64)
+        scheduled = plan.scheduled
+        row_list, token_ids = self._collect(scheduled)
+        rows = np.array(row_list, np.int64)
+        starts = np.array([item.start for item in scheduled], np.int64)
+        counts = np.array([item.num_tokens for item in scheduled], np.int64)
+        wanted = np.array([item.num_logits for item in scheduled], np.int64)
         cu = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=cu[1:])
         positions = np.arange(cu[-1]) + np.repeat(starts - cu[:-1], counts)
-        state_blocks = [
-            np.array([item.sequence.block_ids[group][0] for item in plan.scheduled], np.int64)
+        seq_lens = starts + counts
+        slots = self._slots(np.repeat(rows, counts), positions)
+        states = [
+            np.array([item.sequence.block_ids[group][0] for item in scheduled], np.int64)
             for group in self._state_groups
         ]
-        return self._batch(
-            np.array(rows, np.int64), token_ids, positions, starts, cu, _last_rows(cu, wanted), state_blocks
+        ids = np.array(token_ids, np.int64)
+        assert ids.shape == positions.shape, "a plan names tokens whose ids are not known yet"
+        wide = self._upload([ids, positions, _last_rows(cu, wanted), (starts == 0).astype(np.int64), *slots, *states])
+        narrow = self._upload([rows.astype(np.int32), seq_lens.astype(np.int32), cu.astype(np.int32)])
+        hosts = row_list, seq_lens.tolist(), cu.tolist()
+        num_paged = len(self._paged_groups)
+        return Batch(
+            token_ids=wide[0],
+            positions=wide[1],
+            cu_seqlens=narrow[2],
+            seq_lens=narrow[1],
+            rows=narrow[0],
+            is_fresh=wide[3].bool(),
+            logits_rows=wide[2],
+            paged=self._paged(wide[4 : 4 + num_paged], narrow, hosts),
+            state_blocks=self._by_group(self._state_groups, wide[4 + num_paged :]),
+            store=self._store,
         )
 
     def _collect(self, scheduled: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
@@ -193,39 +217,22 @@ class BatchBuilder:
         if not self._free:
             raise RuntimeError(f"more running sequences than the {len(self._rows)} rows of max_num_seqs")
 
-    def _batch(
-        self,
-        rows: IntArray,
-        token_ids: list[int],
-        positions: IntArray,
-        starts: IntArray,
-        cu: IntArray,
-        wanted: IntArray,
-        state_blocks: list[IntArray],
-    ) -> Batch:
-        num_seqs, num_tokens = len(rows), len(positions)
-        counts = cu[1:] - cu[:-1]
-        seq_lens = starts + counts
-        slots = self._slots(np.repeat(rows, counts), positions)
-        wide = self._upload([np.array(token_ids, np.int64), positions, wanted, *state_blocks, *slots])
-        narrow = self._upload([cu.astype(np.int32), seq_lens.astype(np.int32), rows.astype(np.int32)])
-        is_fresh = torch.from_numpy(starts == 0)
-        if self._device.type != "cpu":
-            is_fresh = is_fresh.to(self._device, non_blocking=True)
-        assert len(token_ids) == num_tokens
-        host_rows, host_lens, host_cu = rows.tolist(), seq_lens.tolist(), cu.tolist()
-        paged: list[PagedBatch | None] = [None] * len(self._tables)
-        states: list[Tensor | None] = [None] * len(self._tables)
-        for group, blocks in zip(self._state_groups, wide[3:], strict=False):
-            states[group] = blocks
-        for group, slot_mapping in zip(self._paged_groups, wide[3 + len(state_blocks) :], strict=True):
+    def _paged(
+        self, slots: list[Tensor], narrow: list[Tensor], hosts: tuple[list[int], list[int], list[int]]
+    ) -> list[PagedBatch | None]:
+        """Per cache group, where its tokens lie."""
+        batches = []
+        for group, slot_mapping in zip(self._paged_groups, slots, strict=True):
             table = self._tables[group]
             table.upload()
-            paged[group] = PagedBatch(
-                table.device, narrow[2], slot_mapping, narrow[1], narrow[0], host_rows, host_lens, host_cu
-            )
-        assert narrow[2].shape[0] == num_seqs
-        return Batch(wide[0], wide[1], narrow[0], narrow[1], narrow[2], is_fresh, wide[2], paged, states, self._store)
+            rows, seq_lens, cu_seqlens = narrow
+            batches.append(PagedBatch(table.device, rows, slot_mapping, seq_lens, cu_seqlens, *hosts))
+        return self._by_group(self._paged_groups, batches)
+
+    def _by_group(self, groups: list[int], values: list[T]) -> list[T | None]:
+        """The values at their groups' places, None elsewhere."""
+        found = dict(zip(groups, values, strict=True))
+        return [found.get(group) for group in range(len(self._tables))]
 
     def _slots(self, rows: IntArray, positions: IntArray) -> list[IntArray]:
         """Per paged group, the cache slot of every token."""
