@@ -75,7 +75,10 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: PreparedStep) -> Tensor:
-        """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order."""
+        """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order.
+
+        The tensor may be a buffer of the kernel backend: it holds until the step after next has begun.
+        """
         for copy in step.state_copies:
             self.store.copy_block(copy.group, copy.source, copy.target)
         return self._step(step.batch)

@@ -22,6 +22,7 @@ def packed_weight(qtype: str, rows: int, columns: int) -> torch.Tensor:
     return data
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("qtype", ["Q4_0", "Q4_1", "Q8_0", "Q6_K", "Q4_K"])
 @pytest.mark.parametrize(("lead", "rows"), [((0,), 5), ((1,), 1), ((2, 3), 37)])
@@ -50,10 +51,12 @@ def test_tiles_bound_the_dense_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reference, "dequantize", watched)
     monkeypatch.setattr(reference, "TILE_ELEMENTS", 3 * 32)
-    kernels.quantized_linear(torch.randn(1, 32), packed_weight("Q8_0", 8, 32), "Q8_0", None)
+    with kernels.using_backend("cpu", "reference"):
+        kernels.quantized_linear(torch.randn(1, 32), packed_weight("Q8_0", 8, 32), "Q8_0", None)
     assert seen == [3, 3, 2]
 
 
+@pytest.mark.usefixtures("backend")
 def test_strided_input_and_weight() -> None:
     data = packed_weight("Q8_0", 12, 64)
     x = torch.randn(64, 4).T
@@ -62,6 +65,7 @@ def test_strided_input_and_weight() -> None:
     )
 
 
+@pytest.mark.usefixtures("backend")
 def test_embedding_dequantises_only_the_rows_asked_for() -> None:
     data = packed_weight("Q4_1", 9, 64)
     ids = torch.tensor([[8, 0], [3, 3]])

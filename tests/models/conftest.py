@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from vkit import kernels
 from vkit.cache.groups import CacheKind
 from vkit.loaders import open_checkpoint
 from vkit.models import CausalLM, build_model
@@ -147,7 +149,7 @@ class Driver:
         """One step; the logits of each share."""
         plan = Plan(self.step, shares, self.finished)
         self.step, self.finished = self.step + 1, []
-        logits = self.runner.forward(plan)
+        logits = self.runner.forward(plan).clone()  # valid only until the step after next
         assert logits.dtype == torch.float32
         return list(logits.split([item.num_logits for item in shares]))
 
@@ -175,6 +177,19 @@ def make_driver() -> Callable[..., Driver]:
         return Driver(runner, options, num_blocks, random.Random(seed))
 
     return make
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One backend alone, with activations in floating point; indirect parametrisation names it."""
+    unavailable = {item.name: item.unavailable for item in kernels.backends("cpu")}
+    if unavailable.get(request.param):
+        pytest.skip(f"{request.param}: {unavailable[request.param]}")
+    num_threads = len(os.sched_getaffinity(0))
+    with kernels.using_backend("cpu", request.param):
+        kernels.configure("cpu", num_threads=num_threads, is_exact=True)
+        yield
+        kernels.configure("cpu", num_threads=num_threads, is_exact=False)
 
 
 @pytest.fixture(scope="session")

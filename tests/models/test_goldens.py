@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from vkit import kernels
 from vkit.quantization import QuantizedTensor
 
 FIRST = ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2"]
@@ -15,9 +16,17 @@ FURTHER = [
     *("qwen3_moe", "mixtral", "gemma", "gemma2", "olmo2", "olmo3", "granite", "glm4", "phi", "stablelm"),
     *("stablelm_parallel", "opt", "cohere", "cohere2", "internlm2", "internlm3", "minicpm"),
 ]
+BACKENDS = ["reference", *(backend.name for backend in kernels.backends("cpu"))]
 SHAPES = [
-    *((name, block_size, chunk) for name in FIRST for block_size in (4, 16) for chunk in (1, 5, 7, 64)),
-    *((name, block_size, chunk) for name in FURTHER for block_size, chunk in ((4, 7), (16, 5), (16, 64))),
+    *(
+        (name, block_size, chunk, backend)
+        for name in FIRST
+        for block_size in (4, 16)
+        for chunk in (1, 5, 7, 64)
+        for backend in BACKENDS
+    ),
+    *((name, 4, 7, backend) for name in FURTHER for backend in BACKENDS),
+    *((name, 16, 64, BACKENDS[-1]) for name in FURTHER),
 ]
 OUTLIERS = {"mixtral": 1, "minicpm": 1}
 """Positions that bfloat16 activations carry past the tolerance: an expert's near tie that flips; 2.2 % once."""
@@ -50,7 +59,8 @@ def greedy_continuation(driver: Any, prompts: dict[str, list[int]], chunk: int, 
     }
 
 
-@pytest.mark.parametrize(("name", "block_size", "chunk"), SHAPES)
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("name", "block_size", "chunk", "backend"), SHAPES, indirect=["backend"])
 def test_logits_and_greedy(
     name: str,
     block_size: int,
@@ -71,6 +81,8 @@ def test_logits_and_greedy(
     assert len(driver.free) == driver.num_blocks - 1
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("chunk", [5, 64])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_gguf(
