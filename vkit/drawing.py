@@ -114,7 +114,6 @@ def truncate(logits: Tensor, temperatures: Tensor, rules: Truncation) -> Survivo
     mass = torch.ones_like(rules.top_p)
     if rules.needs_mass:
         mass = _mass_above(rows, temperatures, floor)
-    if rules.has_top_p:
         floor = torch.maximum(floor, _top_p_bound(rows, temperatures, mass, rules))
     found = rows.above(floor)
     if rules.max_top_k:
@@ -135,17 +134,17 @@ def spread(found: Survivors, vocab_size: int) -> Tensor:
 
 
 def _places(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Rows and columns of the set cells, each one's place among its row's, and the longest row's count."""
+    """Rows and columns of the set cells, each one's place among its row's, and the longest row's count (at least 1)."""
     counts = mask.sum(1)
     rows, columns = mask.nonzero(as_tuple=True)
     starts = counts.cumsum(0) - counts
     places = torch.arange(rows.shape[0], device=mask.device) - starts[rows]
-    return rows, columns, places, int(counts.max())
+    return rows, columns, places, max(1, int(counts.max()))
 
 
 def _compact(found: Survivors, floor: Tensor) -> Survivors:
     """The cells that reach the floor, in the same order, without the others between them."""
-    rows, columns, places, width = _places(found.values >= floor[:, None])
+    rows, columns, places, width = _places((found.values >= floor[:, None]) & (found.values > -math.inf))
     num_rows = found.values.shape[0]
     values = torch.full((num_rows, width), -math.inf, device=found.values.device)
     token_ids = torch.zeros((num_rows, width), dtype=torch.int32, device=found.values.device)
@@ -178,11 +177,11 @@ def _mass_above(rows: ChunkedRows, temperatures: Tensor, floor: Tensor) -> Tenso
 def _top_p_bound(rows: ChunkedRows, temperatures: Tensor, mass: Tensor, rules: Truncation) -> Tensor:
     """A value below which everything is dropped: all tokens with less than (1 - p) / V of the mass hold under 1 - p.
 
-    With top_k the mass is that of its survivors, at least the largest one's.
+    Rows with top_k have no such bound: their mass is that of the survivors, which are few and all needed to know it.
     """
-    total = torch.where(rules.top_k > 0, torch.ones_like(mass), mass)
-    share = (total.log() + ((1.0 - rules.top_p) / rows.vocab_size).log()).to(torch.float32)
-    return rows.largest + temperatures * (share - 1e-3)  # a hair of slack: the exact rule follows
+    share = (mass.log() + ((1.0 - rules.top_p) / rows.vocab_size).log()).to(torch.float32)
+    bound = rows.largest + temperatures * (share - 1e-3)  # a hair of slack: the exact rule follows
+    return torch.where(rules.top_k > 0, -math.inf, bound)
 
 
 def _keep_top_p(values: Tensor, largest: Tensor, mass: Tensor, rules: Truncation) -> Tensor:
