@@ -287,7 +287,9 @@ def make_request(
     return request
 
 
-def run(engine: Engine, *, after_step: Callable[[], None] | None = None, max_steps: int = 10_000) -> list[RequestOutput]:
+def run(
+    engine: Engine, *, after_step: Callable[[], None] | None = None, max_steps: int = 10_000
+) -> list[RequestOutput]:
     """Every output until nothing is left to do."""
     outputs = []
     for _ in range(max_steps):
@@ -339,7 +341,7 @@ def reference_choice(
     for token_id, bias in (params.logit_bias or {}).items():
         x[token_id] += bias
     for token_id in set(prompt) | set(output):
-        x[token_id] = x[token_id] / params.repetition_penalty if x[token_id] > 0 else x[token_id] * params.repetition_penalty
+        x[token_id] *= 1 / params.repetition_penalty if x[token_id] > 0 else params.repetition_penalty
     for token_id, count in Counter(output).items():
         x[token_id] -= params.frequency_penalty * count + params.presence_penalty
     if params.is_greedy:

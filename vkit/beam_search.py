@@ -60,7 +60,7 @@ class _Beam:
         length = len(self.token_ids)
         if length and self.token_ids[-1] == eos_token_id:
             length -= 1
-        return self.cumulative / max(1, length) ** length_penalty
+        return self.cumulative / math.pow(max(1, length), length_penalty)
 
 
 def beam_search(

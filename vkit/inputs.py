@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from vkit.errors import InvalidRequest
 from vkit.sequence import Grammar
@@ -178,7 +178,7 @@ class InputProcessor:
             return prompt, ids, cache_salt
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise InvalidRequest(f"prompt: expected text or token ids, got {type(prompt).__name__}", param="prompt")
-        return None, list(prompt), cache_salt
+        return None, [*cast("Sequence[int]", prompt)], cache_salt
 
     def _truncated(self, token_ids: list[int], options: PromptOptions) -> list[int]:
         limit = options.truncate_prompt_tokens
@@ -263,9 +263,8 @@ class InputProcessor:
             ids.update([configured] if isinstance(configured, int) else configured or ())
             if self.tokenizer is not None:
                 ids.update(self.tokenizer.eos_token_ids)
-                ids.discard(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
-        ids.update(params.stop_token_ids)
-        return frozenset(ids)
+                ids -= {self.tokenizer.eos_token_id}
+        return frozenset(ids.union(params.stop_token_ids))
 
     def _grammar_of(self, params: SamplingParams) -> Callable[[], Future[Grammar]] | None:
         constraint = params.structured_outputs

@@ -107,7 +107,7 @@ class Histogram:
 
     def family(self) -> MetricFamily:
         """Cumulative buckets, sum and count."""
-        samples = []
+        samples: list[Sample] = []
         total = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             total += count
@@ -124,7 +124,7 @@ def gauge(name: str, help: str, value: float, labels: Mapping[str, str] | None =
 
 def one_two_five(limit: int) -> list[int]:
     """1, 2, 5, 10, 20, 50, ... up to and including the largest not above `limit`."""
-    bounds = []
+    bounds: list[int] = []
     power = 1
     while power <= limit:
         bounds.extend(power * step for step in (1, 2, 5) if power * step <= limit)
@@ -220,7 +220,7 @@ class EngineMetrics:
     def families(self) -> list[MetricFamily]:
         """A snapshot of all counters and histograms."""
         return [value.family() for value in self.__dict__.values() if isinstance(value, Counter | Histogram)] + [
-            histogram.family() for histogram in self.blocks
+            histogram.family() for histogram in self.blocks or ()
         ]
 
 

@@ -5,24 +5,10 @@ No generator is stepped, so a draw is the same alone, in any batch, after preemp
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 _MASK_64 = 2**64 - 1
-
-
-def gumbel_bounds() -> tuple[float, float]:
-    """Smallest and largest value of -log(q) for the noise q this module makes (32 random bits)."""
-    smallest_q = -math.log1p(-(2.0**-33))
-    largest_q = -math.log(2.0**-33)
-    return -math.log(largest_q), -math.log(smallest_q)
-
-
-NOISE_RANGE = gumbel_bounds()[1] - gumbel_bounds()[0]
-"""A token further than this below another in logits can never win the race against it."""
 
 
 def mix64(value: int) -> int:
@@ -60,10 +46,9 @@ def exponential_noise(keys: list[int], token_ids: Tensor) -> Tensor:
     return uniform.log_().neg_()
 
 
-@lru_cache(maxsize=8)
-def vocabulary_ids(size: int, device: torch.device) -> Tensor:
-    """0 .. size - 1 as int32; shared, not to be written."""
-    return torch.arange(size, dtype=torch.int32, device=device)
+def chunk_noise(keys: list[int], num_chunks: int, device: torch.device) -> Tensor:
+    """Exp(1) noise per row and chunk of the vocabulary, float64 (R, num_chunks), independent of the tokens' noise."""
+    return exponential_noise(keys, -1 - torch.arange(num_chunks, dtype=torch.int32, device=device))
 
 
 def _finalise(bits: Tensor) -> Tensor:

@@ -14,19 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vkit.logits import (
-    AddedRow,
-    BatchLogitsProcessor,
-    BatchUpdate,
-    RowEdits,
-    Survivors,
-    Truncation,
-    candidates,
-    edits_for,
-    mask_by_grammar,
-    truncate,
-)
-from vkit.randomness import NOISE_RANGE, draw_key, exponential_noise
+from vkit.drawing import Truncation, draw_plain, race, spread, truncate
+from vkit.logits import AddedRow, BatchLogitsProcessor, BatchUpdate, RowEdits, edits_for, mask_by_grammar
+from vkit.randomness import draw_key
 from vkit.sequence import OutputTokens, Plan, ScheduledSequence, Sequence, StepSamples
 from vkit.types import WHOLE_VOCABULARY, Logprob, PositionLogprobs
 
@@ -34,7 +24,7 @@ logger = logging.getLogger("vkit.sampler")
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
-_ROWS_AT_ONCE = 32
+_ROWS_AT_ONCE = 16
 """Random rows handled together: their scratch stays in cache."""
 
 
@@ -58,8 +48,7 @@ class _RandomRows:
     index: Tensor
     temperatures: Tensor
     truncation: Truncation | None
-    """None where neither top_k nor top_p is set."""
-    log_min_p: Tensor
+    """None where min_p, top_k and top_p are off."""
     is_whole_batch: bool
 
 
@@ -173,7 +162,7 @@ class Sampler:
             if params.logprobs is not None or params.logprob_token_ids:
                 batch.logprob_rows.append(row)
             if not params.is_greedy:
-                is_truncated = params.top_p < 1.0 or 0 < params.top_k < self._vocab_size
+                is_truncated = params.top_p < 1.0 or 0 < params.top_k < self._vocab_size or params.min_p > 0.0
                 (truncated if is_truncated else plain).append(row)
         has_random_logprobs = any(not sequences[row].params.is_greedy for row in batch.logprob_rows)
         batch.keeps_survivors = self._takes_processed and has_random_logprobs
@@ -184,23 +173,22 @@ class Sampler:
 
     def _random_rows(self, sequences: list[Sequence], rows: list[int], is_truncated: bool) -> _RandomRows:
         params = [sequences[row].params for row in rows]
-        min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32)
         truncation = None
         if is_truncated:
             top_k = [p.top_k if 0 < p.top_k < self._vocab_size else 0 for p in params]
             truncation = Truncation(
-                min_p=min_p,
+                min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
                 top_k=torch.tensor(top_k, dtype=torch.int64),
                 top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
                 max_top_k=max(top_k),
                 has_top_p=any(p.top_p < 1.0 for p in params),
+                needs_mass=any(p.top_p < 1.0 and not k for p, k in zip(params, top_k, strict=True)),
             )
         return _RandomRows(
             rows=rows,
             index=torch.tensor(rows, dtype=torch.int64),
-            temperatures=torch.tensor([p.temperature for p in params], dtype=torch.float32).unsqueeze(1),
+            temperatures=torch.tensor([p.temperature for p in params], dtype=torch.float32),
             truncation=truncation,
-            log_min_p=min_p.log(),
             is_whole_batch=len(rows) == len(sequences),
         )
 
@@ -251,20 +239,19 @@ class Sampler:
     ) -> None:
         """Replace the greedy choice of the group's rows by a random one."""
         index = group.index.to(logits.device)
-        scaled = logits if group.is_whole_batch else logits[index]
-        scaled = scaled / group.temperatures.to(logits.device)
-        largest = scaled.gather(1, row_argmax(scaled).unsqueeze(1)).squeeze(1)
-        if group.truncation is not None:
-            found = truncate(scaled, largest, _moved(group.truncation, logits.device))
-            if processed is not None:
-                processed[index] = _spread(found, scaled.shape[1])
-        else:
-            min_p_floor = largest + group.log_min_p.to(logits.device)
-            if processed is not None:
-                processed[index] = scaled.masked_fill(scaled < min_p_floor.unsqueeze(1), -math.inf)
-            found = candidates(scaled, torch.maximum(min_p_floor, largest - NOISE_RANGE - 0.1))
+        rows = logits if group.is_whole_batch else logits[index]
+        temperatures = group.temperatures.to(logits.device)
         keys = [draw_key(batch.sequences[row].seed, batch.sequences[row].num_output_tokens) for row in group.rows]
-        for row, token_id in zip(group.rows, race(found, keys).tolist(), strict=True):
+        if group.truncation is None:
+            chosen = draw_plain(rows, temperatures, keys)
+            if processed is not None:
+                processed[index] = rows / temperatures[:, None]
+        else:
+            found = truncate(rows, temperatures, group.truncation.to(logits.device))
+            chosen = race(found, keys)
+            if processed is not None:
+                processed[index] = spread(found, rows.shape[1])
+        for row, token_id in zip(group.rows, chosen.tolist(), strict=True):
             token_ids[row] = token_id
 
     # Log-probabilities
@@ -308,15 +295,6 @@ def row_argmax(logits: Tensor) -> Tensor:
     return logits.argmax(dim=1)
 
 
-def race(found: Survivors, keys: list[int]) -> Tensor:
-    """One token id per row, drawn with probability softmax(values): the largest of value - log(q), q ~ Exp(1).
-
-    The noise belongs to (key, token id), so the choice does not depend on which other tokens were left in.
-    """
-    scores = found.values.to(torch.float64) - exponential_noise(keys, found.token_ids).log_()
-    return found.token_ids.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
-
-
 def position_logprobs(values: Tensor, chosen: list[int], widths: list[int]) -> list[PositionLogprobs]:
     """For each row: the chosen token, then the `widths[row]` largest. values (R, V): log-probabilities or logits."""
     ids = torch.tensor(chosen, dtype=torch.int64, device=values.device).unsqueeze(1)
@@ -348,21 +326,6 @@ def _num_top(wanted: int | None, vocab_size: int) -> int:
     if wanted is None:
         return 0
     return vocab_size if wanted == WHOLE_VOCABULARY else min(wanted, vocab_size)
-
-
-def _spread(found: Survivors, vocab_size: int) -> Tensor:
-    """Survivors back in full rows (R, V), -inf elsewhere."""
-    full = torch.full((found.values.shape[0], vocab_size), -math.inf, device=found.values.device)
-    # Padding cells carry id 0 and -inf: amax keeps a real value there.
-    return full.scatter_reduce_(1, found.token_ids.to(torch.int64), found.values, "amax")
-
-
-def _moved(rules: Truncation, device: torch.device) -> Truncation:
-    if rules.min_p.device == device:
-        return rules
-    return Truncation(
-        rules.min_p.to(device), rules.top_k.to(device), rules.top_p.to(device), rules.max_top_k, rules.has_top_p
-    )
 
 
 def _applied(plugin: BatchLogitsProcessor, logits: Tensor) -> Tensor:
