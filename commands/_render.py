@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+PIPE_WIDTH = 4000
+"""A pipe has no width; lines are not cut or folded for it."""
+
 LoadProgress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
 
@@ -59,8 +62,8 @@ def console(*, stderr: bool = False) -> Console:
         file=stream,
         color_system=None if plain else "auto",
         force_terminal=False if plain else None,
+        width=None if stream.isatty() else PIPE_WIDTH,
         highlight=False,
-        soft_wrap=plain,
     )
 
 
@@ -69,14 +72,14 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(title=title, box=None, pad_edge=False, title_justify="left", header_style="bold")
+    shown = Table(
+        title=title, box=None, pad_edge=False, title_justify="left", header_style="bold", show_header=any(columns)
+    )
     for column in columns:
         shown.add_column(column, overflow="fold")
     for row in rows:
         shown.add_row(*(Text(cell) for cell in row))
-    target = console(stderr=stderr)
-    width = None if target.is_terminal else 4000  # a pipe has no width; lines must not be cut for it
-    target.print(shown, width=width, soft_wrap=False)
+    console(stderr=stderr).print(shown)
 
 
 @contextmanager

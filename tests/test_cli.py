@@ -54,12 +54,16 @@ def test_help_never_imports_torch_and_is_quick(args: list[str]) -> None:
         assert not heavy, heavy
         sys.exit(status)
     """)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stderr
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert cpu_s < 0.5
+    cpu_s = []
+    for _ in range(2):  # the first run may have bytecode to compile
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        cpu_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if cpu_s[-1] < 0.5:
+            return
+    raise AssertionError(f"CPU seconds: {cpu_s}")
 
 
 def test_completion_never_imports_torch() -> None:

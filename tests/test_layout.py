@@ -194,11 +194,25 @@ def project() -> dict:  # type: ignore[type-arg]
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
+NATIVE_ENDINGS = {".cpp", ".h", ".hpp", ".cu", ".cuh", ".npz", ".html", ".css", ".js", ".svg"}
+
+
+def native_sources() -> set[str]:
+    """Sources outside Python that the wheel must carry, as paths inside it."""
+    return {
+        "/".join([*package.split("."), *file.relative_to(folder).parts])
+        for package, folder in FOLDERS.items()
+        for file in folder.rglob("*")
+        if file.suffix in NATIVE_ENDINGS and "__pycache__" not in file.parts
+    }
+
+
 def test_the_package_list_equals_the_folders() -> None:
     found = {
         ".".join([package, *file.parent.relative_to(folder).parts])
         for package, folder in FOLDERS.items()
-        for file in folder.rglob("*.py")
+        for file in folder.rglob("*")
+        if file.suffix in {".py", ".cpp", ".cu"} and "__pycache__" not in file.parts
     }
     declared = project()["tool"]["setuptools"]["packages"]
     assert declared == sorted(declared)
@@ -216,17 +230,6 @@ def test_every_folder_that_is_python_is_a_package() -> None:
     for folder in FOLDERS.values():
         for file in folder.rglob("*.py"):
             assert (file.parent / "__init__.py").is_file(), file
-
-
-def native_sources() -> set[str]:
-    """Sources outside Python that the wheel must carry, as paths inside it."""
-    endings = {".cpp", ".h", ".hpp", ".cu", ".cuh", ".npz", ".html", ".css", ".js", ".svg"}
-    return {
-        "/".join([*package.split("."), *file.relative_to(folder).parts])
-        for package, folder in FOLDERS.items()
-        for file in folder.rglob("*")
-        if file.suffix in endings and "__pycache__" not in file.parts
-    }
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -129,3 +130,8 @@ def test_every_shell_knows_every_command_flag_and_choice(tree: Node) -> None:
                     assert spelling.lstrip("-") in script
                 for choice in flag.choices:
                     assert choice in script
+
+
+def test_the_readme_lists_every_command(tree: Node) -> None:
+    rows = re.findall(r"^\| `vkit ([\w-]+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == [child.path[-1] for child in tree.children]

@@ -56,7 +56,7 @@ def test_models(vkit_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "no models" in empty.stderr
     assert vkit_run("models", "--json").stdout == "[]\n"
     (tmp_path / "tiny.gguf").write_bytes(b"123")
-    assert str(tmp_path / "tiny.gguf") in vkit_run("models", str(tmp_path)).stdout.replace("\n", "")
+    assert str(tmp_path / "tiny.gguf") in vkit_run("models", str(tmp_path)).stdout.splitlines()[1]
     (row,) = json.loads(vkit_run("models", "--json", str(tmp_path)).stdout)
     assert (row["name"], row["format"], row["num_bytes"]) == ("tiny", "gguf", 3)
     assert vkit_run("models", "no/such").status == 2
