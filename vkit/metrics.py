@@ -220,7 +220,7 @@ class EngineMetrics:
     def families(self) -> list[MetricFamily]:
         """A snapshot of all counters and histograms."""
         return [value.family() for value in self.__dict__.values() if isinstance(value, Counter | Histogram)] + [
-            histogram.family() for histogram in self.blocks
+            histogram.family() for histogram in self.blocks or ()
         ]
 
 

@@ -99,7 +99,7 @@ class ServerState:
         shape = msgspec.json.encode(dict(engine.settings), order="sorted")
         self.system_fingerprint = f"vkit-{__version__}-{hashlib.sha256(shape).hexdigest()[:8]}"
         self.defaults = Defaults.of(self.settings, engine)
-        self.metrics.read_engine = engine.metrics
+        self.metrics.read_engine = engine.metric_families
 
     def fail(self) -> None:
         """The engine died or never came to life."""
