@@ -64,6 +64,7 @@ class Command(TyperCommand):
         Raises:
             UsageError: a malformed variable or file, an unknown key, or two contradicting spellings of one flag.
         """
+        args = spread_values(self.get_params(ctx), args)
         on_line = list(occurrences(self.get_params(ctx), args, stop_at_argument=not ctx.allow_interspersed_args))
         asks_for_help = any(given.spelling in ctx.help_option_names for given in on_line)
         if ctx.resilient_parsing or asks_for_help:  # which no malformed variable may prevent
@@ -218,6 +219,28 @@ def occurrences(
             yield Occurrence(param, spelling, None)
         else:
             yield Occurrence(param, spelling, next(rest, None))
+
+
+def spread_values(params: Sequence[object], args: Sequence[str]) -> list[str]:
+    """`args` with `--flag a b` as `--flag a --flag b`, for repeatable flags whose metavar ends in dots."""
+    spreading = {
+        spelling
+        for param in params
+        if isinstance(param, TyperOption) and param.multiple and (param.metavar or "").endswith("...")
+        for spelling in param.opts
+    }
+    made: list[str] = []
+    current: str | None = None
+    num_values = 0
+    for token in args:
+        if token.startswith("-"):
+            current, num_values = (token if token in spreading else None), 0
+        elif current is not None:
+            num_values += 1
+            if num_values > 1:
+                made.append(current)
+        made.append(token)
+    return made
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -72,6 +72,11 @@ def parse_distributions(text: str) -> tuple[str, ...]:
     return tuple(normalised(name) for name in names)
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names from a comma-separated list."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def normalised(distribution: str) -> str:
     """A distribution's name as comparisons need it. Source: PEP 503."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
@@ -95,5 +100,12 @@ TRACEBACK: Variable[bool] = Variable(
     "1 prints the whole traceback of an error, for bug reports.",
 )
 
-VARIABLES: tuple[Variable[Any], ...] = (PLUGINS, TRACEBACK)
+NIM_SERVED_MODEL_NAME: Variable[tuple[str, ...]] = Variable(
+    "NIM_SERVED_MODEL_NAME",
+    parse_names,
+    (),
+    "Names of a served model, separated by commas, where neither --served-model-name nor its variable is given.",
+)
+
+VARIABLES: tuple[Variable[Any], ...] = (PLUGINS, TRACEBACK, NIM_SERVED_MODEL_NAME)
 """Every variable without a flag, in the order the manual lists them."""

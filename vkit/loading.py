@@ -161,8 +161,43 @@ class LoadedModel:
         on_close()
 
 
-def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
-    """An engine for the model that `args` names.
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """A model whose files and settings have passed every check that needs no weights."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    cache_specs: Sequence[LayerCacheSpec | None]
+
+    def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
+        """An engine with the weights in memory.
+
+        Raises:
+            ModelLoadError: the weights cannot be read.
+        """
+        config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
+        torch.set_num_threads(config.threads)
+        resident = ResidentModel(checkpoint, config, progress)
+        vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
+        plugins, checks = _plugins(vocab_size)
+        groups = group_layers(list(self.cache_specs))
+        engine = Engine(engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins)
+        inputs = InputProcessor(
+            max_model_len=config.max_model_len,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            max_logprobs=config.max_logprobs,
+            generation_config=checkpoint.generation_config,
+            checks=checks,
+        )
+        settings = {"architecture": checkpoint.architecture, **_shown(config)}
+        return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, resident.close)
+
+
+def check_model(args: EngineArgs) -> CheckedModel:
+    """The model that `args` names, checked; no weight byte is read.
 
     Raises:
         UsageError: a setting that cannot be.
@@ -181,20 +216,17 @@ def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> Lo
     config = args.resolve(_model_facts(checkpoint, args, specs), _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
-    torch.set_num_threads(config.threads)
-    resident = ResidentModel(checkpoint, config, progress)
-    vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
-    plugins, checks = _plugins(vocab_size)
-    engine = Engine(engine_settings(config, vocab_size), resident, group_layers(specs), tokenizer, plugins=plugins)
-    inputs = InputProcessor(
-        max_model_len=config.max_model_len,
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
-        max_logprobs=config.max_logprobs,
-        generation_config=checkpoint.generation_config,
-        checks=checks,
-    )
-    return LoadedModel(engine, inputs, tokenizer, template, _shown(config), resident.close)
+    return CheckedModel(config, checkpoint, tokenizer, template, specs)
+
+
+def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
+    """An engine for the model that `args` names.
+
+    Raises:
+        UsageError: a setting that cannot be.
+        ModelLoadError: files missing or damaged, an unsupported model, or too little memory.
+    """
+    return check_model(args).load(progress)
 
 
 def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:

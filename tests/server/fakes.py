@@ -195,7 +195,7 @@ class FakeAsyncLLM:
     def compile_template(self, source: str) -> ToyTemplate:
         return ToyTemplate(source)
 
-    def metrics(self) -> list[MetricFamily]:
+    def metric_families(self) -> list[MetricFamily]:
         return [
             gauge("vllm:num_requests_running", "running", self._running),
             gauge("vllm:num_requests_waiting", "waiting", self._waiting),

@@ -134,7 +134,7 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ids are ignored."""
 
-    def metrics(self) -> list[MetricFamily]:
+    def metric_families(self) -> list[MetricFamily]:
         """A snapshot of everything the engine measures."""
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,9 @@ from vkit.server.problems import clip, not_found, unavailable
 from vkit.server.sampling import Defaults
 from vkit.server.settings import ServerSettings
 from vkit.types import StructuredOutputs
+
+if TYPE_CHECKING:
+    from vkit.server.openai.responses.store import ResponseStore
 
 
 class Phase(StrEnum):
@@ -54,6 +57,7 @@ class ServerState:
         self.running: dict[str, set[str]] = {}
         """Ids as clients see them to ids inside the engine."""
         self.defaults = Defaults({}, None)
+        self.response_store: ResponseStore | None = None
         self._engine: Engine | None = None
         self.system_fingerprint = f"vkit-{__version__}-00000000"
         """Version and a digest of what shapes the output."""
@@ -99,7 +103,7 @@ class ServerState:
         shape = msgspec.json.encode(dict(engine.settings), order="sorted")
         self.system_fingerprint = f"vkit-{__version__}-{hashlib.sha256(shape).hexdigest()[:8]}"
         self.defaults = Defaults.of(self.settings, engine)
-        self.metrics.read_engine = engine.metrics
+        self.metrics.read_engine = engine.metric_families
 
     def fail(self) -> None:
         """The engine died or never came to life."""
@@ -116,6 +120,11 @@ class ServerState:
         for engine_ids in list(self.running.values()):
             for engine_id in list(engine_ids):
                 await self._engine.abort(engine_id)
+
+    async def cancel_in_engine(self, engine_id: str) -> None:
+        """End one request in the engine, whatever the server's phase."""
+        if self._engine is not None:
+            await self._engine.abort(engine_id)
 
     def served_name(self, asked: str | None) -> str:
         """The model name to echo.

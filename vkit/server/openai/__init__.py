@@ -5,6 +5,15 @@ from __future__ import annotations
 from vkit.server.openai.chat import chat_completions, render_chat_completions
 from vkit.server.openai.completions import completions, render_completions
 from vkit.server.openai.models import get_model, list_models
+from vkit.server.openai.responses.routes import (
+    cancel_response,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+    render_response,
+)
+from vkit.server.openai.responses.schemas import DeletedResponse, ItemList, ResponseObject, ResponsesBody
 from vkit.server.openai.schemas import (
     ChatBody,
     ChatReply,
@@ -19,7 +28,7 @@ from vkit.server.openai.schemas import (
     TokenizeReply,
 )
 from vkit.server.openai.tokenize import detokenize, tokenize, tokenizer_info
-from vkit.server.routes import Route
+from vkit.server.routes import Parameter, Route
 from vkit.server.schema import Json
 from vkit.server.settings import ServerSettings
 
@@ -70,6 +79,7 @@ def openai_routes(settings: ServerSettings) -> list[Route]:
             body=ChatBody,
             reply=Rendered,
         ),
+        *_response_routes(),
         Route(get, "/v1/models", list_models, "List served names", "models", reply=ModelList),
         Route(get, "/v1/models/{model_id:path}", get_model, "Show one served name", "models", reply=ModelCard),
         Route(
@@ -106,3 +116,59 @@ def openai_routes(settings: ServerSettings) -> list[Route]:
             )
         )
     return routes
+
+
+def _response_routes() -> list[Route]:
+    tag = "responses"
+    one = "/v1/responses/{response_id:str}"
+    return [
+        Route(
+            ("POST",),
+            "/v1/responses",
+            create_response,
+            "Answer, with memory",
+            tag,
+            needs_engine=True,
+            body=ResponsesBody,
+            reply=ResponseObject,
+            streams=True,
+        ),
+        Route(
+            ("POST",),
+            "/v1/responses/render",
+            render_response,
+            "Show what /v1/responses would run",
+            tag,
+            needs_engine=True,
+            body=ResponsesBody,
+            reply=Rendered,
+        ),
+        Route(
+            ("GET",),
+            one,
+            get_response,
+            "Show a stored response",
+            tag,
+            reply=ResponseObject,
+            streams=True,
+            parameters=(
+                Parameter("stream", bool, "Send its events"),
+                Parameter("starting_after", int, "Only events with a higher sequence_number"),
+            ),
+        ),
+        Route(
+            ("GET",),
+            f"{one}/input_items",
+            list_input_items,
+            "Input of a stored response",
+            tag,
+            reply=ItemList,
+            parameters=(
+                Parameter("order", str, "asc or desc"),
+                Parameter("limit", int, "Most items, 1..100"),
+                Parameter("after", str, "Begin after the item with this id"),
+            ),
+        ),
+        Route(("POST",), f"{one}/cancel", cancel_response, "Stop a response", tag, reply=ResponseObject),
+        Route(("DELETE",), one, delete_response, "Forget a stored response", tag, reply=DeletedResponse),
+    ]

@@ -1,0 +1,87 @@
+"""`vkit serve`: one HTTP server for OpenAI, Anthropic, token-level and NIM clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vkit.commands import _options, _render, _serve_options
+from vkit.env import NIM_SERVED_MODEL_NAME
+from vkit.errors import ExitStatus, MissingExtra, UsageError
+
+
+@_options.expands_flags
+def serve(
+    *,
+    sources: _options.ModelFlags,
+    network: _serve_options.NetworkFlags,
+    api: _serve_options.ApiFlags,
+    log: _serve_options.LogFlags,
+    max_num_seqs: _options.MaxNumSeqs = 8,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            help="Seed of requests that bring none.",
+            show_default="random",
+            rich_help_panel=_options.ENGINE_PANEL,
+        ),
+    ] = None,
+    engine: _options.EngineFlags,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", hidden=True)] = False,
+    enable_scale_out: Annotated[bool, typer.Option("--enable-scale-out", hidden=True)] = False,
+) -> None:
+    """Serve a model over HTTP."""
+    _refuse_foreign(trust_remote_code=trust_remote_code, enable_scale_out=enable_scale_out)
+    from vkit import EngineArgs, resolve_model
+
+    path = resolve_model(sources.model, revision=sources.revision, download_dir=sources.download_dir, say=_render.note)
+    keywords: dict[str, Any] = {
+        **sources.engine_keywords(),
+        **engine.engine_keywords(),
+        # The routes keep to --max-logprobs; what they need for themselves (beams) may be more.
+        "max_logprobs": -1,
+        "logprobs_mode": api.logprobs_mode,
+        "seed": seed,
+    }
+    args = EngineArgs(model=str(path), max_num_seqs=max_num_seqs, **keywords)
+    try:
+        from vkit.server.logs import set_up_logging
+        from vkit.server.serving import serve_model
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in ("litestar", "uvicorn", "prometheus_client"):
+            raise
+        raise MissingExtra("vkit serve", "serve") from None
+    settings = _serve_options.server_settings(
+        sources.model or str(path),
+        _served_names(api, path),
+        network,
+        api,
+        log,
+        scheduling_policy=engine.scheduling_policy,
+    )
+    set_up_logging(log.log_level, log.log_format)
+    status = serve_model(args, settings, network.network_settings())
+    if status is not ExitStatus.OK:
+        raise typer.Exit(status)
+
+
+def _served_names(api: _serve_options.ApiFlags, path: Path) -> tuple[str, ...]:
+    """Names for clients: the flag's, else NIM's variable, else the model's base name."""
+    given = api.served_model_name or NIM_SERVED_MODEL_NAME.read()
+    if given:
+        return tuple(dict.fromkeys(given))
+    return (path.stem if path.suffix == ".gguf" else path.name,)
+
+
+def _refuse_foreign(*, trust_remote_code: bool, enable_scale_out: bool) -> None:
+    """Refuse flags of other servers that ask for what this one never does."""
+    if trust_remote_code:
+        raise UsageError(
+            "--trust-remote-code: code inside a checkpoint is never run here",
+            remedy="`vkit doctor` lists the supported architectures",
+        )
+    if enable_scale_out:
+        raise UsageError("--enable-scale-out: this is one server", remedy="replicas are the business of `vkit deploy`")

@@ -1,0 +1,1 @@
+"""The Responses routes, with a store, background work and every stream event."""
