@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -163,7 +163,8 @@ class Conversation:
                     raise RequestFailed(f"the request failed: {completion.error or 'no reason was given'}")
                 yield completion.text
         finally:
-            deltas.close()  # ends the request where the answer was stopped
+            if isinstance(deltas, Generator):
+                deltas.close()  # ends the request where the answer was stopped
 
 
 def _read_line(is_interactive: bool) -> str | None:
