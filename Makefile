@@ -1,5 +1,5 @@
 # make demo: a completion from a real model, on a machine that has nothing but Python 3.11 with venv and pip.
-# make test: the suite. make lint: style and types. make manual: man/ and completions/ again.
+# make test: the suite. make test-slow: what takes longer than a person waits. make lint: style and types. make manual: man/ and completions/ again.
 # What was set up is remembered by stamps in the virtual environment, so that a second run starts at once.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,14 +9,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := tests/constraints.txt
 PYTEST_FLAGS ?=
 
-.PHONY: demo test lint manual clean
+.PHONY: demo test test-slow lint manual clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-vkit $(VENV)/.stamp-demo
 	$(BIN)/vkit complete --stream --prompt "The capital of France is"
 
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
-	$(BIN)/python -m pytest -m "not judge and not soak" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)
+
+test-slow: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
+	$(BIN)/python -m pytest -m "slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)
 
 # Type checkers do not follow the package map of a checkout, so an installed copy is checked. What the build leaves in
 # the checkout goes: a stale vkit.egg-info beside the sources would answer for the installed entry points.

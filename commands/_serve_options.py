@@ -174,9 +174,7 @@ class ApiFlags:
     max_n: Annotated[int, _api("--max-n", min=1, max=16384, help="Most choices per prompt.")] = 128
     generation_config: Annotated[
         str,
-        _api(
-            "--generation-config", metavar="auto|vllm|DIR", help="Sampling defaults: the model's, none, or DIR's."
-        ),
+        _api("--generation-config", metavar="auto|vllm|DIR", help="Sampling defaults: the model's, none, or DIR's."),
     ] = "auto"
     override_generation_config: Annotated[
         str | None,
