@@ -78,7 +78,9 @@ def find_compiler() -> str | None:
 def _key(compiler: str, units: Sequence[Unit], headers: Sequence[Path], flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
     # Two machines may share a home folder: what the compiler targets is part of the key, as is its version.
-    digest.update(f"{_run([compiler, '--version'])}\0{platform.machine()}\0{platform.libc_ver()}\0{list(flags)}".encode())
+    digest.update(
+        f"{_run([compiler, '--version'])}\0{platform.machine()}\0{platform.libc_ver()}\0{list(flags)}".encode()
+    )
     for unit in units:
         digest.update(f"\0{unit.source.name}\0{list(unit.flags)}\0".encode())
         digest.update(unit.source.read_bytes())
@@ -120,6 +122,8 @@ def _run(command: list[str]) -> str:
     except OSError as error:
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
+        lines = (
+            [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
+        )
         raise BuildError(f"{Path(command[0]).name} failed: {lines[0]}")
     return done.stdout

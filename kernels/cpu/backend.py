@@ -14,10 +14,15 @@ from vkit.kernels.cpu.threads import usable_threads
 
 NAME = "native"
 
-OPS = (
-    "add add_rms_norm concat embedding gelu_and_mul layer_norm linear multiply paged_attention qk_norm_rope "
-    "quantized_embedding quantized_linear rms_norm rope scale silu_and_mul soft_cap unary write_kv"
-).split()
+OPS = frozenset(
+    {
+        *("add", "concat", "gelu_and_mul", "multiply", "scale", "silu_and_mul", "soft_cap", "unary"),
+        *("add_rms_norm", "layer_norm", "rms_norm", "qk_norm_rope", "rope"),
+        *("embedding", "linear", "quantized_embedding", "quantized_linear"),
+        *("paged_attention", "write_kv"),
+    }
+)
+"""Each a method of Operations."""
 
 
 def _backend() -> dispatch.Backend:

@@ -16,7 +16,8 @@ def fuse(nodes: list[Node], keep: int) -> list[Node]:
 
 
 def _name(node: Node) -> str:
-    return OPCODES[node.op.opcode]
+    opcode: int = node.op.opcode
+    return OPCODES[opcode]
 
 
 def _is_read_later(nodes: list[Node], index: int, region: Region) -> bool:
@@ -34,17 +35,17 @@ def _fuse_gates(nodes: list[Node], keep: int) -> list[Node]:
     result: list[Node] = []
     for index, node in enumerate(nodes):
         gate, up = (result[-2], result[-1]) if len(result) >= 2 else (None, None)
-        if _name(node) == "GLU" and gate is not None and up is not None and _is_gate_pair(gate, up, node):
-            if node.reads[0].start != keep and not _is_read_later(nodes, index, node.reads[0]):
-                del result[-2:]
-                result.append(_gated(gate, up, node))
-                continue
-        result.append(node)
+        if gate is None or up is None or not _is_gate_pair(gate, up, node):
+            result.append(node)
+        elif node.reads[0].start == keep or _is_read_later(nodes, index, node.reads[0]):
+            result.append(node)
+        else:
+            result[-2:] = [_gated(gate, up, node)]
     return result
 
 
 def _is_gate_pair(gate: Node, up: Node, glu: Node) -> bool:
-    if not _name(gate) == _name(up) == "GEMM":
+    if _name(glu) != "GLU" or not _name(gate) == _name(up) == "GEMM":
         return False
     one, two, width = gate.op, up.op, glu.op.n[0]
     size = glu.reads[0].row_bytes // (2 * width)

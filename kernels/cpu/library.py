@@ -35,9 +35,9 @@ ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = -1, -2, -3
 FLAG_INDEPENDENT = 1
 
 OPCODES = (
-    "PACK QUANTIZE GEMM GEMM_EXACT DENSE EMBED RMS_NORM GLU ROPE WRITE_KV ATTENTION ATTENTION_JOIN COMBINE UNARY LAYER_NORM "
-    "ARGMAX READ"
-).split()
+    *("PACK", "QUANTIZE", "GEMM", "GEMM_EXACT", "DENSE", "EMBED", "RMS_NORM", "GLU", "ROPE", "WRITE_KV", "ATTENTION"),
+    *("ATTENTION_JOIN", "COMBINE", "UNARY", "LAYER_NORM", "ARGMAX", "READ"),
+)
 OPCODE: dict[str, int] = {name: index for index, name in enumerate(OPCODES)}
 
 
@@ -145,7 +145,9 @@ class Library:
         """
         code = self._c.vk_run(ctypes.addressof(ops), len(ops), ctypes.addressof(step))
         if code:
-            raise MemoryError("native kernels: no memory") if code == 12 else ValueError(f"native kernels: error {code}")
+            raise (
+                MemoryError("native kernels: no memory") if code == 12 else ValueError(f"native kernels: error {code}")
+            )
 
     def run_now(self, *ops: Op) -> None:
         """Run ops whose row counts are literal."""

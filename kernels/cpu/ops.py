@@ -7,6 +7,7 @@ that the step is not recordable.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def collapsed_stride(x: Tensor) -> int | None:
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return None
     leading = [pair for pair in zip(x.shape[:-1], x.stride()[:-1], strict=True) if pair[0] != 1]
-    for (_, outer), (size, inner) in zip(leading, leading[1:], strict=False):
+    for (_, outer), (size, inner) in pairwise(leading):
         if outer != size * inner:
             return None
     return leading[-1][1] if leading else x.shape[-1]
@@ -79,13 +80,21 @@ class Operations:
             floats, nodes = self._converted(x, stride, torch.float32)
             numbers[6] = columns if nodes or floats is not x else stride
             op = make_op(
-                "GEMM_EXACT", rows, (floats.data_ptr(), weight.address, bias_address, out.data_ptr()), numbers, row_factor=factor
+                "GEMM_EXACT",
+                rows,
+                (floats.data_ptr(), weight.address, bias_address, out.data_ptr()),
+                numbers,
+                row_factor=factor,
             )
             reads = region(floats, numbers[6])
         else:
             blocks, nodes = self._quantized(x, stride, qtype)
             op = make_op(
-                "GEMM", rows, (blocks.data_ptr(), weight.address, bias_address, out.data_ptr()), numbers, row_factor=factor
+                "GEMM",
+                rows,
+                (blocks.data_ptr(), weight.address, bias_address, out.data_ptr()),
+                numbers,
+                row_factor=factor,
             )
             reads = region(blocks)
         tape.put([*nodes, Node(op, [reads], [region(out)])])
@@ -158,8 +167,7 @@ class Operations:
         block = BLOCK_FORMATS[qtype]
         columns = data.shape[1] // block.num_bytes * block.num_elements
         if qtype not in PACKED_FORMATS or dtype not in DTYPE_IDS or not ids.is_contiguous() or data.stride(1) != 1:
-            result: Tensor = self._fallback("quantized_embedding", ids, data, qtype, dtype=dtype)
-            return result
+            return self._fallback("quantized_embedding", ids, data, qtype, dtype=dtype)
         return self._embed(ids, data, block.type_id, columns, data.stride(0), dtype)
 
     def embedding(self, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,7 +177,9 @@ class Operations:
         stride = weight.stride(0) * weight.element_size()
         return self._embed(ids, weight, DTYPE_IDS[weight.dtype], weight.shape[1], stride, dtype)
 
-    def _embed(self, ids: Tensor, table: Tensor, format_id: int, columns: int, stride: int, dtype: torch.dtype) -> Tensor:
+    def _embed(
+        self, ids: Tensor, table: Tensor, format_id: int, columns: int, stride: int, dtype: torch.dtype
+    ) -> Tensor:
         tape = self.tape
         recording = current.get()
         num_rows = table.shape[0]
@@ -207,7 +217,7 @@ class Operations:
         """(rms_norm(x + residual), x + residual)."""
         stride, residual_stride = collapsed_stride(x), collapsed_stride(residual)
         if stride is None or residual_stride is None or residual.dtype is not x.dtype or not _is_row(weight):
-            pair: tuple[Tensor, Tensor] = self._fallback("add_rms_norm", x, residual, weight, eps, offset)
+            pair: tuple[Tensor, Tensor] = self._reference["add_rms_norm"](x, residual, weight, eps, offset)
             return pair
         tape, width = self.tape, x.shape[-1]
         out, total = tape.empty(x.shape, x.dtype), tape.empty(x.shape, x.dtype)
@@ -318,7 +328,9 @@ class Operations:
             assert stride is not None
             piece = out[..., start : start + part.shape[-1]]
             start += part.shape[-1]
-            if isinstance(tape, Recording) and tape.redirect(region(part, stride), region(piece, width), piece.data_ptr(), width):
+            if isinstance(tape, Recording) and tape.redirect(
+                region(part, stride), region(piece, width), piece.data_ptr(), width
+            ):
                 continue
             dtype = DTYPE_IDS[part.dtype]
             numbers = (part.shape[-1], dtype, stride, 0, width, dtype, 0, dtype)
@@ -390,7 +402,17 @@ class Operations:
         tape = self.tape
         rows, factor = tape.rows(k.shape[:1])
         numbers = (
-            *(k.shape[1], 0, k.shape[2], v.shape[2], DTYPE_IDS[k.dtype], k.stride(0), v.stride(0), k.stride(1), v.stride(1)),
+            *(
+                k.shape[1],
+                0,
+                k.shape[2],
+                v.shape[2],
+                DTYPE_IDS[k.dtype],
+                k.stride(0),
+                v.stride(0),
+                k.stride(1),
+                v.stride(1),
+            ),
             *(DTYPE_IDS[k_cache.dtype], k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3]),
         )
         pointers = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr())
@@ -425,20 +447,29 @@ class Operations:
         )
         pointers: Pointers = (
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), batch.block_table.data_ptr()),
-            *(batch.rows.data_ptr(), batch.seq_lens.data_ptr(), batch.cu_seqlens.data_ptr(), self._float_constant(sinks)),
+            *(
+                batch.rows.data_ptr(),
+                batch.seq_lens.data_ptr(),
+                batch.cu_seqlens.data_ptr(),
+                self._float_constant(sinks),
+            ),
         )
         is_recording = isinstance(tape, Recording)
         rows = ROWS_SEQS if is_recording else len(batch.host_seq_lens)
         reads = [_heads_region(q), _whole(k_cache), _whole(v_cache)]
         writes = [region(out.flatten(1))]
-        ops = [make_op(name, rows, pointers, numbers, (scale, soft_cap or 0.0)) for name in ("ATTENTION", "ATTENTION_JOIN")]
+        ops = [
+            make_op(name, rows, pointers, numbers, (scale, soft_cap or 0.0)) for name in ("ATTENTION", "ATTENTION_JOIN")
+        ]
         tape.put([Node(ops[0], reads, writes), Node(ops[1], writes, writes)])
         return out
 
     # ---------------------------------------------------------------------------------------- helpers
 
-    def _fallback(self, name: str, *arguments: Any, **named: Any) -> Any:
-        return self._reference[name](*arguments, **named)
+    def _fallback(self, name: str, *arguments: Any, **named: Any) -> Tensor:
+        """What the reference makes of it (None for ops that work in place)."""
+        result: Tensor = self._reference[name](*arguments, **named)
+        return result
 
     def _float_constant(self, value: Tensor | None) -> int | None:
         """Address of a weight-like vector in float32, converted once if it is of another type."""

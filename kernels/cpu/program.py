@@ -1,7 +1,7 @@
 """A forward pass as one native call: recorded once over fixed buffers, then replayed for steps of any size.
 
-The CPU's counterpart of a CUDA graph, except that row counts are read from the step: one recording serves prefill, decode
-and every mixture.
+The CPU's counterpart of a CUDA graph, except that row counts are read from the step: one recording serves prefill,
+decode and every mixture.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StepRunner:
 
 
 class Program:
-    """The recorded ops, the buffers that steps are copied into, and two buffers for logits."""
+    """The recorded ops and the buffers that steps are copied into."""
 
     def __init__(self, library: Library, step: StepFunction, batch: Any, limits: StepSizes) -> None:
         """Record `step`.
@@ -85,7 +85,7 @@ class Program:
         recording = Recording(library, _RECORDED, limits)
         token = current.set(recording)
         try:
-            with _OnlyViews():
+            with _OnlyViews():  # type: ignore[no-untyped-call]
                 logits = step(self._inputs.recorded(batch))
         finally:
             current.reset(token)
@@ -99,7 +99,7 @@ class Program:
         self._place_logits(logits)
 
     def _place_logits(self, logits: Tensor) -> None:
-        """Find who writes the logits, so that two buffers can take turns: one may be read while the next step runs."""
+        """Find who writes the logits, so that every step writes memory of its own: the caller keeps what it gets."""
         size = self.limits.logits * logits.shape[1] * 4
         start = logits.data_ptr()
         self._width = logits.shape[1]
@@ -109,8 +109,6 @@ class Program:
             for slot, pointer in enumerate(op.p)
             if pointer is not None and start <= pointer < start + size
         ]
-        self._outputs = [np.empty(self.limits.logits * self._width, np.float32) for _ in range(2)]
-        self._turn = 0
 
     def takes(self, batch: Any) -> bool:
         """Whether the step fits the buffers, and the cache is where it was."""
@@ -121,18 +119,17 @@ class Program:
         return fits and same
 
     def run(self, batch: Any) -> Tensor:
-        """The step's logits (R, V), valid until the step after next."""
+        """The step's logits (R, V)."""
         sizes = _sizes(batch)
         self._inputs.fill(batch)
-        output = self._outputs[self._turn]
-        self._turn ^= 1
-        address = output.ctypes.data
+        logits = torch.empty(sizes.logits, self._width)
+        address = logits.data_ptr()
         for index, slot, offset in self._slots:
             self._ops[index].p[slot] = address + offset
         step = self._sizes
         step.num_tokens, step.num_logits, step.num_seqs = sizes.tokens, sizes.logits, sizes.seqs
         self._library.run(self._ops, step)
-        return torch.from_numpy(output[: sizes.logits * self._width]).view(sizes.logits, self._width)
+        return logits
 
 
 class _Inputs:

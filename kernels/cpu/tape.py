@@ -1,8 +1,8 @@
 """Where ops go when they are called: straight to the library, or onto a tape that is replayed step by step.
 
 An op function lays out its tensors, asks the current tape for output memory and hands over one or more ops with what
-they read and write. The eager tape runs them at once. A recording runs nothing: it keeps the ops, and the memory it hands
-out is big enough for the largest step, so that only row counts differ between replays.
+they read and write. The eager tape runs them at once. A recording runs nothing: it keeps the ops, and the memory it
+hands out is big enough for the largest step, so that only row counts differ between replays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from vkit.kernels.cpu.library import OPCODES, ROWS_LOGITS, ROWS_SEQS, ROWS_TOKENS, Library, Op
-
 
 _OUT_STRIDE = {"GEMM": 4, "GEMM_EXACT": 4, "DENSE": 7}
 """Where products (whose result is p[3]) keep the distance between its rows."""

@@ -16,7 +16,9 @@ def usable_threads() -> int:
 def _siblings(cpu: int) -> str:
     """The core a processor belongs to; two hardware threads of one core would only share its vector units."""
     try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii").strip()
+        return (
+            Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii").strip()
+        )
     except OSError:
         return str(cpu)
 

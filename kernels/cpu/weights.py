@@ -11,7 +11,17 @@ from torch import Tensor
 from vkit.kernels.block_formats import BLOCK_FORMATS
 from vkit.kernels.cpu.library import Library, make_op
 
-BIASES = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32, "IQ4_NL": 128, "IQ4_XS": 128, "MXFP4": 12, "NVFP4": 12}
+BIASES = {
+    "Q4_0": 8,
+    "Q5_0": 16,
+    "Q8_0": 128,
+    "Q3_K": 4,
+    "Q6_K": 32,
+    "IQ4_NL": 128,
+    "IQ4_XS": 128,
+    "MXFP4": 12,
+    "NVFP4": 12,
+}
 MINIMUMS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"})
 HALVES = frozenset({"Q2_K", "Q3_K", "Q6_K", "NVFP4"})
 """What each format wants to know of its activations: see formats.h."""
@@ -57,7 +67,7 @@ class WeightCache:
         address = library.allocate(num_bytes)
         numbers = (format_id, num_rows, num_columns, data.stride(0))
         library.run_now(make_op("PACK", num_rows, (data.data_ptr(), address), numbers))
-        # A mapped file's pages are clean and can be dropped; memory of any other kind ignores the hint unless it can swap.
+        # A mapped file's pages are clean and can be dropped; other memory ignores the hint unless it can be swapped.
         library.release_mapping(data.data_ptr(), data.numel())
         return PackedWeight(address, qtype, format_id, num_rows, num_columns)
 

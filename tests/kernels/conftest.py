@@ -1,15 +1,20 @@
-"""A backend fixture: every backend that this machine can run, the reference included."""
+"""A backend fixture: every backend this machine can run, the reference included; and the native kernels at every level."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from vkit import kernels
+from vkit.kernels.cpu.library import LEVEL_FLAGS, Library, LibraryError, load_library
+from vkit.kernels.cpu.ops import Operations
 from vkit.kernels.dispatch import REFERENCE
+from vkit.kernels.reference import OPS
 
 BACKENDS = [REFERENCE, *(backend.name for backend in kernels.backends("cpu"))]
 
@@ -30,3 +35,44 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    try:
+        return load_library()
+    except LibraryError as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(params=list(LEVEL_FLAGS))
+def level(request: pytest.FixtureRequest, library: Library) -> Iterator[str]:
+    """Each level in turn; those the processor lacks are skipped."""
+    before = library.level
+    if not library.can_run(request.param):
+        pytest.skip(f"this processor does not run {request.param}")
+    library.use_level(request.param)
+    assert library.level == request.param
+    yield request.param
+    library.use_level(before)
+
+
+@pytest.fixture(params=[1, 3])
+def num_threads(request: pytest.FixtureRequest, library: Library) -> Iterator[int]:
+    """One thread, and more than most tests have work items."""
+    before = library.num_threads
+    library.set_num_threads(request.param)
+    yield request.param
+    library.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def operations(library: Library) -> Operations:
+    return Operations(library, dict(OPS))
+
+
+@pytest.fixture(scope="session")
+def golden_blocks() -> dict[str, torch.Tensor]:
+    """NAME.raw (blocks, bytes) and NAME.values (blocks, elements) of every block format."""
+    shared = Path(__file__).resolve().parents[3] / "shared"
+    return load_file(shared / "goldens" / "models" / "gguf_blocks" / "blocks.safetensors")

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from vkit import kernels
+from vkit.kernels import dispatch
 from vkit.kernels.block_formats import BLOCK_FORMATS
 from vkit.kernels.reference import quantized_linear as reference
+
+
+@pytest.fixture(autouse=True)
+def _reference() -> Iterator[None]:
+    with dispatch.using_backend("cpu", dispatch.REFERENCE):
+        yield
+
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
