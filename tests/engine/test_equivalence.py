@@ -133,9 +133,7 @@ def check_scenario(work: list[Job], machine: dict[str, Any]) -> None:
     assert len(reasons) == len(work), "every request ends"
     for index, job in enumerate(work):
         name = f"{index}"
-        expected, reason = naive_loop(
-            groups, VOCAB, requests[name], seed=job.params.seed or 0, max_model_len=MAX_LEN
-        )
+        expected, reason = naive_loop(groups, VOCAB, requests[name], seed=job.params.seed or 0, max_model_len=MAX_LEN)
         if reasons[name] == "abort":
             assert job.aborted is not None
             assert tokens[name] == expected[: len(tokens[name])]
