@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +115,7 @@ class Sampler:
         largest = logits.gather(1, greedy.unsqueeze(1)).squeeze(1)
         token_ids: list[int] = greedy.tolist()
         self._check_rows(largest, errors, result)
-        logits = self._edit_invariant(logits, batch)
+        _apply_plugins(self._invariant, logits, errors)
         processed = logits.clone() if batch.keeps_survivors else None
         for group in batch.random:
             self._draw(logits, group, batch, token_ids, processed)
@@ -208,17 +207,11 @@ class Sampler:
             except Exception as error:  # a processor of the request's own: it fails that request alone
                 logger.warning("logits processor of sequence %s failed: %r", batch.sequences[row].id, error)
                 errors[row] = f"logits processor failed: {error!r}"
-        for plugin in self._changing:
-            logits = _applied(plugin, logits)
+        _apply_plugins(self._changing, logits, errors)
         for row, edits in batch.edits:
             if edits.penalties is not None:
                 edits.penalties.apply(logits[row])
         return errors
-
-    def _edit_invariant(self, logits: Tensor, batch: _Batch) -> Tensor:
-        for plugin in self._invariant:
-            logits = _applied(plugin, logits)
-        return logits
 
     @staticmethod
     def _check_rows(largest: Tensor, errors: dict[int, str], result: StepSamples) -> None:
@@ -328,12 +321,17 @@ def _num_top(wanted: int | None, vocab_size: int) -> int:
     return vocab_size if wanted == WHOLE_VOCABULARY else min(wanted, vocab_size)
 
 
-def _applied(plugin: BatchLogitsProcessor, logits: Tensor) -> Tensor:
-    """The plug-in's result, written into the rows it was given."""
-    edited: Any = plugin.apply(logits)
-    if edited is not logits:
-        logits.copy_(edited)
-    return logits
+def _apply_plugins(plugins: Iterable[BatchLogitsProcessor], logits: Tensor, errors: dict[int, str]) -> None:
+    """Let plug-ins edit the rows in place. One that fails ends the sequences of this step, since it edits them all."""
+    for plugin in plugins:
+        try:
+            edited = plugin.apply(logits)
+            if edited is not logits:
+                logits.copy_(edited)
+        except Exception as error:  # somebody else's code: the engine must outlive it
+            logger.exception("logits processor %s failed", type(plugin).__name__)
+            message = f"logits processor {type(plugin).__name__} failed: {error!r}"
+            errors.update(dict.fromkeys(range(logits.shape[0]), message))
 
 
 def _batch_update(before: list[Sequence], now: list[Sequence]) -> BatchUpdate:
