@@ -267,9 +267,8 @@ async def test_body_limit(serve):
     reply = await served.client.post(COMPLETIONS, content=chunks(), headers={"content-type": "application/json"})
     assert reply.status_code == 413
     big = serve()
-    reply = await big.post("/tokenize", {"prompt": "a" * 11_000_000})
+    reply = await big.post("/tokenize", {"prompt": "a", "picture": "a" * 11_000_000})
     assert reply.status_code == 200
-    assert reply.json()["count"] == 11_000_001
 
 
 async def test_root_path(serve):

@@ -29,6 +29,9 @@ from vkit.server.schema import Json
 from vkit.server.stream import event_frame
 from vkit.types import FinishReason, PositionLogprobs
 
+CANCEL_GRACE_S = 5.0
+"""How long a cancelled request may take to give its last output."""
+
 TERMINAL = ("completed", "incomplete", "failed", "cancelled")
 
 
@@ -257,9 +260,10 @@ class ResponseJob:
         if self.is_done or self.task is None:
             return
         self.is_cancelled = True
-        for engine_id in list(self.call.state.running.get(self.response.id, ())):
+        engine_ids = list(self.call.state.running.get(self.response.id, ()))
+        for engine_id in engine_ids:
             await self.call.state.cancel_in_engine(engine_id)
-        done, _ = await asyncio.wait({self.task}, timeout=5.0)
+        done, _ = await asyncio.wait({self.task}, timeout=CANCEL_GRACE_S if engine_ids else 0)
         if not done:
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
