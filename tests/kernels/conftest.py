@@ -1,4 +1,4 @@
-"""A backend fixture: every backend this machine can run, the reference included; and the native kernels at every level."""
+"""A backend fixture (every backend of this machine, the reference included), and the native kernels at every level."""
 
 from __future__ import annotations
 
