@@ -186,14 +186,8 @@ class ResultFlags:
 
 @dataclass(frozen=True)
 class BenchEngineFlags(_options.EngineFlags):
-    """The engine flags, with a pool and a batch as large as the load asks for."""
+    """The engine flags, with a batch as large as the load asks for."""
 
-    num_blocks: Annotated[
-        int,
-        _option(
-            _options.ENGINE_PANEL, "--num-blocks", min=0, help="Blocks of the KV cache; 0: as many as memory holds."
-        ),
-    ] = 0
     max_num_seqs: Annotated[
         int | None,
         _option(
@@ -518,6 +512,9 @@ def _notes(runs: Sequence[MeasuredRun], requests: Sequence[Request], workload: W
     estimated = sum(not record.is_split_exact for record in done)
     if estimated:
         yield f"{estimated} answers state only their sum of tokens: gaps between those are estimated from text lengths"
+    preempted = sum(record.num_preemptions > 0 for record in done)
+    if preempted:
+        yield f"{preempted} requests were preempted: the KV cache holds less than the load; --num-blocks gives more"
     wanted = {request.index: request.max_tokens for request in requests}
     short = sum(record.output_tokens < wanted[record.index] for record in done)
     if short:

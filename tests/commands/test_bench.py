@@ -292,7 +292,7 @@ def test_an_engine_in_this_process_is_measured(
     assert found["settings"]["dtype"] == "float32"
     assert json.loads(ids.read_text()) == [[3, 3, 1, 1, 0]] * 3
     (engine,) = engines
-    assert (engine.args.model, engine.args.dtype, engine.args.num_blocks) == (str(model_file), "float32", 0)
+    assert (engine.args.model, engine.args.dtype, engine.args.num_blocks) == (str(model_file), "float32", None)
     assert engine.args.max_num_seqs == 40
     assert engine.is_shut_down
     assert all(params.ignore_eos for params in engine.params)

@@ -115,6 +115,7 @@ def _count(record: RequestRecord, timed: Sequence[_Timed]) -> None:
     if usage is None:
         record.error = NO_USAGE
         return
+    record.num_preemptions = max(item.event.num_preemptions for item in timed)
     record.input_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens
     split = _stated_split(timed, usage.completion_tokens)
     record.is_split_exact = split is not None

@@ -40,6 +40,8 @@ class RequestRecord:
     is_split_exact: bool = True
     """Whether the server told how many tokens each event carried, so that the gaps are exact."""
     token_ids: list[int] | None = None
+    num_preemptions: int = 0
+    """How often the engine took its cache away and computed it again; 0 where the target does not tell."""
     error: str | None = None
 
     @property
@@ -203,6 +205,8 @@ class Summary:
     goodput: Goodput | None = None
     estimated_splits: int = 0
     """Completed requests whose server stated only the sum of tokens: their gaps are estimated from text lengths."""
+    preemptions: int = 0
+    """Times that completed requests lost their cache to others; known for an engine in this process only."""
 
 
 def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
@@ -235,6 +239,7 @@ def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summa
         e2e_ms=_ms(record.e2e_s for record in done),
         goodput=Goodput(rate(num_good), num_good / len(records)) if slo and records else None,
         estimated_splits=sum(not record.is_split_exact for record in done),
+        preemptions=sum(record.num_preemptions for record in done),
     )
 
 

@@ -46,13 +46,15 @@ class TargetEvent:
     """One event of an answer.
 
     `num_tokens` is None where the target did not say how many tokens the event carries; `text_len` is then a hint. The
-    last event has `usage`: the counts that are true of the whole request.
+    last event has `usage`: the counts that are true of the whole request, and how often it was preempted if the target
+    tells.
     """
 
     num_tokens: int | None = None
     text_len: int = 0
     token_ids: tuple[int, ...] | None = None
     usage: Usage | None = None
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class EngineTarget:
             ignore_eos=True,
             output_kind=OutputKind.DELTA,
         )
-        num_input = num_output = 0
+        num_input = num_output = num_preemptions = 0
         assert not isinstance(request.content, str), "prompts are tokenised before the run"
         prompt = {"prompt_token_ids": list(request.content)}
         async for output in self._engine.generate(prompt, params, request_id=f"bench-{request.index}"):
@@ -191,8 +193,9 @@ class EngineTarget:
                 raise RequestFailed(completion.error or f"the engine ended the request: {completion.finish_reason}")
             num_input = len(output.prompt_token_ids)
             num_output += len(completion.token_ids)
+            num_preemptions = output.metrics.num_preemptions if output.metrics is not None else 0
             yield TargetEvent(len(completion.token_ids), token_ids=tuple(completion.token_ids))
-        yield TargetEvent(0, usage=Usage(num_input, num_output))
+        yield TargetEvent(0, usage=Usage(num_input, num_output), num_preemptions=num_preemptions)
 
     async def close(self) -> None:
         """Shut the engine down."""

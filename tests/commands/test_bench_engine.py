@@ -1,0 +1,136 @@
+"""`vkit bench` over the real engine, in this process and behind `vkit serve`, on the made-up model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vkit.benchmark.synthetic import write_synthetic
+
+PROMPTS = [[104, 101, 108], list(range(40)), [7] * 20, [200, 3, 9, 250, 17], list(range(90, 10, -1))]
+OUTPUT_LEN = 9
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The made-up model on disk."""
+    return write_synthetic(tmp_path_factory.mktemp("synthetic"))
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    """Prompts of token ids."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": ids, "output_len": OUTPUT_LEN}) for ids in PROMPTS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected_ids(checkpoint: Path) -> list[list[int]]:
+    """Greedy ids of each prompt, one request at a time."""
+    from vkit import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+    with LLM(model=str(checkpoint)) as llm:
+        return [llm.generate([{"prompt_token_ids": ids}], params)[0].outputs[0].token_ids for ids in PROMPTS]
+
+
+def test_an_engine_in_this_process_gives_the_ids_of_the_library(
+    vkit_run: Any, checkpoint: Path, prompt_file: Path, expected_ids: list[list[int]], tmp_path: Path
+) -> None:
+    ids = tmp_path / "ids.json"
+    options = ("--dataset-path", str(prompt_file), "--concurrency", "3", "--json", "-", "--output-token-ids", str(ids))
+    run = vkit_run("bench", "--model", str(checkpoint), *options)
+    assert run.status == 0, run.stderr
+    assert json.loads(ids.read_text()) == expected_ids
+    summary = json.loads(run.stdout)["runs"][0]["summary"]
+    assert (summary["completed"], summary["failed"], summary["preemptions"]) == (5, 0, 0)
+    assert summary["total_input_tokens"] == sum(map(len, PROMPTS))
+    assert summary["total_output_tokens"] == OUTPUT_LEN * len(PROMPTS)
+    assert summary["estimated_splits"] == 0
+    assert summary["ttft_ms"]["median"] < summary["e2e_ms"]["median"]
+
+
+def test_a_pool_smaller_than_the_load_is_said_and_changes_no_id(
+    vkit_run: Any, checkpoint: Path, prompt_file: Path, expected_ids: list[list[int]], tmp_path: Path
+) -> None:
+    ids = tmp_path / "ids.json"
+    pool = ("--block-size", "16", "--num-blocks", "8", "--max-model-len", "112", "--concurrency", "5")
+    options = ("--dataset-path", str(prompt_file), "--output-len", "25", "--json", "-", "--output-token-ids", str(ids))
+    run = vkit_run("bench", "--model", str(checkpoint), *pool, *options)
+    assert run.status == 0, run.stderr
+    assert json.loads(run.stdout)["runs"][0]["summary"]["preemptions"] > 0
+    assert "preempted: the KV cache holds less than the load" in run.stderr
+    assert [found[:OUTPUT_LEN] for found in json.loads(ids.read_text())] == expected_ids
+
+
+def test_a_request_that_cannot_fit_fails_alone(vkit_run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": [1] * 100}) + "\n" + json.dumps({"prompt": [1, 2]}))
+    limits = ("--max-model-len", "64", "--output-len", "4")
+    run = vkit_run("bench", "--model", str(checkpoint), "--dataset-path", str(path), *limits, "--json", "-")
+    assert run.status == 1
+    summary = json.loads(run.stdout)["runs"][0]["summary"]
+    assert (summary["completed"], summary["failed"], summary["total_output_tokens"]) == (1, 1, 4)
+    assert "1 of 2 requests failed: prompt: 100 tokens" in run.stderr
+
+
+@pytest.fixture(scope="module")
+def served_url(checkpoint: Path) -> Iterator[str]:
+    """The address of `vkit serve` over the made-up model, in a process of its own."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("VKIT_")}
+    options = ["--host", "127.0.0.1", "--port", "0", "--max-num-seqs", "8"]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "vkit", "serve", "--model", str(checkpoint), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+    )
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if found := re.search(r"listening on (http://\S+)", line):
+                yield found[1]
+                break
+        else:
+            pytest.fail("".join(lines))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_server_of_ours_gives_the_same_ids_and_exact_counts(
+    vkit_run: Any, served_url: str, prompt_file: Path, expected_ids: list[list[int]], tmp_path: Path
+) -> None:
+    ids = tmp_path / "ids.json"
+    options = ("--dataset-path", str(prompt_file), "--concurrency", "3", "--json", "-", "--output-token-ids", str(ids))
+    run = vkit_run("bench", "--url", served_url, *options)
+    assert run.status == 0, run.stderr
+    assert json.loads(ids.read_text()) == expected_ids
+    summary = json.loads(run.stdout)["runs"][0]["summary"]
+    assert summary["total_input_tokens"] == sum(map(len, PROMPTS))
+    assert summary["total_output_tokens"] == OUTPUT_LEN * len(PROMPTS)
+    assert summary["estimated_splits"] == 0, "each event carries its count"
+    assert "refuses" not in run.stderr
+
+
+def test_made_up_prompts_of_words_meet_their_length_on_a_server_of_ours(vkit_run: Any, served_url: str) -> None:
+    options = ("--num-prompts", "4", "--input-len", "300", "--output-len", "3", "--request-rate", "100", "--json", "-")
+    run = vkit_run("bench", "--url", served_url, *options)
+    assert run.status == 0, run.stderr
+    summary = json.loads(run.stdout)["runs"][0]["summary"]
+    assert (summary["completed"], summary["total_output_tokens"]) == (4, 12)
+    assert summary["total_input_tokens"] == pytest.approx(1200, rel=0.1)
