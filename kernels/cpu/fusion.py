@@ -35,12 +35,13 @@ def _fuse_gates(nodes: list[Node], keep: int) -> list[Node]:
     result: list[Node] = []
     for index, node in enumerate(nodes):
         gate, up = (result[-2], result[-1]) if len(result) >= 2 else (None, None)
-        if gate is None or up is None or not _is_gate_pair(gate, up, node):
-            result.append(node)
-        elif node.reads[0].start == keep or _is_read_later(nodes, index, node.reads[0]):
-            result.append(node)
-        else:
+        is_pair = gate is not None and up is not None and _is_gate_pair(gate, up, node)
+        if is_pair and node.reads[0].start != keep and not _is_read_later(nodes, index, node.reads[0]):
+            assert gate is not None
+            assert up is not None
             result[-2:] = [_gated(gate, up, node)]
+        else:
+            result.append(node)
     return result
 
 

@@ -479,7 +479,7 @@ class Operations:
             return value.data_ptr()
         known = self._constants.get(id(value))
         if known is None or known[0] is not value:
-            with torch.utils._python_dispatch._disable_current_modes():
+            with torch._C.DisableTorchFunction():
                 known = (value, value.to(torch.float32).contiguous())
             self._constants[id(value)] = known
         return known[1].data_ptr()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from vkit.kernels.cpu.fusion import fuse
 from vkit.kernels.cpu.library import Library, Op, Step
@@ -85,7 +85,7 @@ class Program:
         recording = Recording(library, _RECORDED, limits)
         token = current.set(recording)
         try:
-            with _OnlyViews():  # type: ignore[no-untyped-call]
+            with _OnlyViews():
                 logits = step(self._inputs.recorded(batch))
         finally:
             current.reset(token)
@@ -174,14 +174,24 @@ class _Inputs:
                 fixed[where, name][: len(value)] = value
 
 
-class _OnlyViews(TorchDispatchMode):
-    """Refuses whatever torch would compute: only views and new memory pass."""
+_HOST_READS = frozenset(
+    {"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__array__", "equal"}
+)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+
+class _OnlyViews(TorchFunctionMode):
+    """Refuses whatever torch would compute, and values read on the host: only views and facts about tensors pass.
+
+    A mode over functions and not over dispatch: the latter imports the compiler, which takes longer than the recording.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in _tensors([args, kwargs])}
-        if any(x.untyped_storage().data_ptr() not in known for x in _tensors([result])) or not known:
-            raise NotRecordable(str(func))
+        with torch._C.DisableTorchFunction():
+            known = {x.untyped_storage().data_ptr() for x in _tensors([args, kwargs])}
+            is_new = any(x.untyped_storage().data_ptr() not in known for x in _tensors([result]))
+        if is_new or getattr(func, "__name__", "") in _HOST_READS:
+            raise NotRecordable(resolve_name(func) or str(func))
         return result
 
 

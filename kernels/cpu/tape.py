@@ -122,7 +122,8 @@ class Arena:
             self._all.append(memory)
         lent = memory.view()  # an object of its own, whose end is the end of the loan
         weakref.finalize(lent, free.append, memory)
-        return torch.from_numpy(lent)[:num_bytes]
+        with torch._C.DisableTorchFunction():  # new memory, which a step under recording must not make itself
+            return torch.from_numpy(lent)[:num_bytes]
 
     def holds(self, address: int) -> bool:
         """Whether an address lies in it."""

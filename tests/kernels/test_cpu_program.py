@@ -147,7 +147,7 @@ def test_logits_belong_to_the_caller(model: TinyModel, library: Library) -> None
     "spoil",
     [
         pytest.param(lambda logits: logits + 1, id="torch arithmetic"),
-        pytest.param(lambda logits: logits * float(logits.sum() * 0 + 2), id="a value read on the host"),
+        pytest.param(lambda logits: logits if float(logits[0, 0]) < 1e9 else logits[:1], id="a value read on the host"),
         pytest.param(lambda logits: logits.t().contiguous().t(), id="a copy"),
     ],
 )
