@@ -380,3 +380,26 @@ def naive_loop(
             return output, "stop"
         if len(output) >= (params.max_tokens or max_model_len) or len(prompt) + len(output) >= max_model_len:
             return output, "length"
+
+
+def make_loaded(
+    runner: Any = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Any:
+    """A LoadedModel over a fake runner: what LLM and AsyncLLM stand on."""
+    from vkit.loading import LoadedModel
+    from vkit.text.template import ChatTemplate
+
+    tokenizer = tokenizer or byte_tokenizer()
+    engine = make_engine(runner, tokenizer=tokenizer, **keywords)
+    inputs = InputProcessor(
+        engine.settings.limits.max_model_len,
+        engine.settings.vocab_size,
+        tokenizer,
+        generation_config=generation_config or {},
+    )
+    template = ChatTemplate.for_tokenizer(tokenizer) if tokenizer.chat_templates else None
+    return LoadedModel(engine, inputs, tokenizer, template, {})

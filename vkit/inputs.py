@@ -270,6 +270,11 @@ class InputProcessor:
         constraint = params.structured_outputs
         if constraint is None:
             return None
+        if not isinstance(constraint, StructuredOutputs):
+            raise InvalidRequest(
+                f"structured_outputs: expected StructuredOutputs, got {type(constraint).__name__}",
+                param="structured_outputs",
+            )
         if self.compile_grammar is None:
             raise InvalidRequest("structured_outputs: this engine has no grammar backend", param="structured_outputs")
         compile_grammar = self.compile_grammar

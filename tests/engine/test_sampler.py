@@ -236,9 +236,7 @@ def test_prompt_logprobs_are_the_same_in_any_chunks_and_with_any_cache(
     engine = make_engine(
         enable_prefix_caching=caching,
         async_scheduling=async_scheduling,
-        limits={"max_num_batched_tokens": max(budget, 4)}
-        if budget == 1
-        else {"max_num_batched_tokens": max(4, budget)},
+        limits={"max_num_batched_tokens": budget, "max_num_seqs": 1},
     )
     prompt = [2 + i % 9 for i in range(19)]
     params = GREEDY.with_(prompt_logprobs=2, max_tokens=2)
