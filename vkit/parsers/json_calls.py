@@ -39,6 +39,9 @@ class JsonCalls(ToolReader):
     skips_other_elements: ClassVar[bool] = False
     """Whether array elements that are no calls are passed over; else they make the array malformed."""
 
+    _has_begun_arguments = False
+    """Whether a named object's arguments have begun: then a stream has announced a call."""
+
     # JSON
 
     def json_solid(self, flush: Flush | None = None) -> Steps[str]:
@@ -160,7 +163,11 @@ class JsonCalls(ToolReader):
         first = yield from self.json_solid()
         if first == "{":
             self.open_call(name, call_id)
-            yield from self.json_value(None if self._is_whole else self.write_pending)
+            try:
+                yield from self.json_value(None if self._is_whole else self.write_pending)
+            except Malformed as error:
+                self._write_up_to(error)
+                raise
             self.hold(self.pending())
             return
         start = self.mark()
@@ -168,6 +175,13 @@ class JsonCalls(ToolReader):
         arguments = self._other_arguments(self.since(start))
         self.open_call(name, call_id)
         self.hold(arguments)
+
+    def _write_up_to(self, error: Malformed) -> None:
+        """Send the arguments up to an error, so that a stream does not depend on where its pieces end."""
+        if not self._is_whole:
+            if isinstance(error, Cut):
+                self._pos = len(self._text)
+            self.write_pending()
 
     def _other_arguments(self, raw: str) -> str:
         """Arguments that are no object: a string may hold one."""
@@ -198,6 +212,7 @@ class JsonCalls(ToolReader):
                 if is_sent or key in held:
                     raise Malformed("arguments twice")
                 # A whole text can wait for the key that wins.
+                self._has_begun_arguments |= name is not None
                 if name and not (self._is_whole and key != self.argument_keys[0]):
                     yield from self.arguments(name)
                     is_sent = True

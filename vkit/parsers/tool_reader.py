@@ -6,13 +6,16 @@ import json
 import re
 import secrets
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
 from vkit.parsers.events import ContentDelta, ParsedReply, ToolCallDelta, ToolEvent, merged
-from vkit.parsers.scan import Cut, Malformed, Reader, Steps
+from vkit.parsers.scan import Cut, Malformed, Marks, Reader, Steps
 from vkit.parsers.schema import ToolSchemas
+
+KEEP, LINES, STRIP = "keep", "lines", "strip"
+"""White space around a string value: kept; one newline on each side is markup; none belongs to the value."""
 
 _NAME = re.compile(r"""[^\s<>{}"'=]+""")
 
@@ -191,6 +194,14 @@ class ToolReader(Reader[ToolEvent]):
         self._is_open = False
         self.commit()
 
+    def trimmed_until(self, marks: Marks, spacing: str, sink: Callable[[str], None]) -> Steps[str]:
+        """`until`, without the white space around the text that is markup. A text that ends first loses it too."""
+        try:
+            return (yield from self.until(marks, _Trimmer(spacing, sink)))
+        except Cut:
+            self.commit()
+            raise
+
     def say_after(self, text: str) -> None:
         """Deliver content that follows calls, on a line of its own."""
         text = text.lstrip()
@@ -234,6 +245,33 @@ class ToolReader(Reader[ToolEvent]):
                 self.say(rest)
         else:
             self.say_pending()
+
+
+class _Trimmer:
+    """Passes pieces of a value on, without the white space around it that is markup."""
+
+    def __init__(self, spacing: str, sink: Callable[[str], None]) -> None:
+        self._spacing = spacing
+        self._sink = sink
+        self._is_first = True
+        self._held: list[str] = []
+
+    def __call__(self, piece: str) -> None:
+        if self._spacing == KEEP:
+            self._sink(piece)
+            return
+        if self._is_first:
+            piece = piece.lstrip() if self._spacing == STRIP else piece.removeprefix("\n")
+            self._is_first = self._spacing == STRIP and not piece
+        visible = piece.rstrip() if self._spacing == STRIP else piece.removesuffix("\n")
+        if visible:
+            self._sink("".join(self._held) + visible)
+            self._held.clear()
+        elif self._spacing == LINES and piece and self._held:
+            self._sink("".join(self._held))
+            self._held.clear()
+        if len(piece) > len(visible):
+            self._held.append(piece[len(visible) :])
 
 
 def checked_name(name: str) -> str:

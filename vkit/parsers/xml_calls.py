@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import ClassVar
 
 from vkit.parsers.scan import Malformed, Steps, marks_of
 from vkit.parsers.schema import STRING, coerced, dumps, loads
-from vkit.parsers.tool_reader import ToolReader, checked_name
+from vkit.parsers.tool_reader import KEEP, LINES, STRIP, ToolReader, checked_name
 
 _ATTRIBUTE = re.compile(r"""([\w:.-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""")
-
-KEEP, LINES, STRIP = "keep", "lines", "strip"
-"""White space around a string value: kept; one newline on each side is markup; none belongs to the value."""
 
 
 class XmlCalls(ToolReader):
@@ -69,40 +65,13 @@ class XmlCalls(ToolReader):
         self.open_pair(key)
         self.write('"')
         self._is_in_value = True
-        end = yield from self.until(marks_of(*ends), Trimmer(self.spacing, self._write_text))
+        end = yield from self.trimmed_until(marks_of(*ends), self.spacing, self._write_text)
         self.write('"')
         self._is_in_value = False
         return end
 
     def _write_text(self, text: str) -> None:
         self.write(dumps(text)[1:-1])
-
-
-class Trimmer:
-    """Passes pieces of a value on, without the white space around it that is markup."""
-
-    def __init__(self, spacing: str, sink: Callable[[str], None]) -> None:
-        self._spacing = spacing
-        self._sink = sink
-        self._is_first = True
-        self._held: list[str] = []
-
-    def __call__(self, piece: str) -> None:
-        if self._spacing == KEEP:
-            self._sink(piece)
-            return
-        if self._is_first:
-            piece = piece.lstrip() if self._spacing == STRIP else piece.removeprefix("\n")
-            self._is_first = self._spacing == STRIP and not piece
-        visible = piece.rstrip() if self._spacing == STRIP else piece.removesuffix("\n")
-        if visible:
-            self._sink("".join(self._held) + visible)
-            self._held.clear()
-        elif self._spacing == LINES and piece and self._held:
-            self._sink("".join(self._held))
-            self._held.clear()
-        if len(piece) > len(visible):
-            self._held.append(piece[len(visible) :])
 
 
 class TaggedXmlCalls(XmlCalls):

@@ -6,9 +6,8 @@ import re
 
 from vkit.parsers.registry import register_tool_parser
 from vkit.parsers.scan import Malformed, Steps, marks_of
-from vkit.parsers.tool_reader import Forcing
+from vkit.parsers.tool_reader import STRIP, Forcing
 from vkit.parsers.verbatim_calls import VerbatimCalls
-from vkit.parsers.xml_calls import STRIP, Trimmer
 
 _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
@@ -59,7 +58,7 @@ class KimiK2(VerbatimCalls):
             sent.append(piece)
             self.write(piece)
 
-        end = yield from self.until(marks_of(_CALL_END, _SECTION_END), Trimmer(STRIP, send))
+        end = yield from self.trimmed_until(marks_of(_CALL_END, _SECTION_END), STRIP, send)
         self.hold("" if sent else "{}")
         self.close_call()
         return end

@@ -42,7 +42,7 @@ class Llama3Json(JsonCalls):
         try:
             is_call = yield from self.call_object()
         except Malformed as error:
-            if self._num_calls or isinstance(error, Cut):
+            if self._num_calls or self._has_begun_arguments or isinstance(error, Cut):
                 raise
             self.say_pending()
             return

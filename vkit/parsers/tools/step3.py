@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from vkit.parsers.registry import register_tool_parser
 from vkit.parsers.scan import Steps
-from vkit.parsers.xml_calls import STRIP, TaggedXmlCalls
+from vkit.parsers.tool_reader import STRIP
+from vkit.parsers.xml_calls import TaggedXmlCalls
 
 
 @register_tool_parser

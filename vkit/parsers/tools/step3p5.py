@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from vkit.parsers.registry import register_tool_parser
-from vkit.parsers.xml_calls import LINES, TaggedXmlCalls
+from vkit.parsers.tool_reader import LINES
+from vkit.parsers.xml_calls import TaggedXmlCalls
 
 
 @register_tool_parser
