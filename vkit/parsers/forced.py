@@ -1,0 +1,152 @@
+"""Calls that the request forces: what the output is constrained to, and how plain JSON becomes calls.
+
+Source: the project's parser contract, section A.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vkit.parsers.json_calls import JsonCalls
+from vkit.parsers.scan import Steps
+from vkit.parsers.tool_reader import Forcing, ToolParser
+
+Tool = Mapping[str, Any]
+
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Schema of the arguments of a tool that states none."""
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class NamedCall(JsonCalls):
+    """The whole text is the arguments of one call."""
+
+    def __init__(self, tools: Sequence[Tool], name: str) -> None:
+        self._name = name
+        super().__init__(tools)
+
+    def read(self) -> Steps[None]:
+        """One object."""
+        yield from self.arguments(self._name)
+        self.close_call()
+        yield from self.space()
+
+
+class RequiredCalls(JsonCalls):
+    """The whole text is an array of {"name", "parameters"}."""
+
+    argument_keys = ("parameters", "arguments")
+
+    def read(self) -> Steps[None]:
+        """One array."""
+        yield from self.call_array()
+        self.commit()
+        yield from self.space()
+
+
+def forcing_of(parser: type[ToolParser] | None) -> Forcing:
+    """How a forced choice is made to hold beside `parser`."""
+    return Forcing.JSON if parser is None else getattr(parser, "forcing", Forcing.JSON)
+
+
+def forced_schema(tools: Sequence[Tool], name: str | None = None, *, parallel: bool = True) -> dict[str, Any]:
+    """JSON schema of the output that `NamedCall` (a `name` is given) or `RequiredCalls` reads.
+
+    Definitions of the tools stand at its root, renamed where two tools' names meet.
+    """
+    if name is not None:
+        return dict(next(_parameters(tool) for tool in tools if tool["function"]["name"] == name))
+    definitions: dict[str, Any] = {}
+    branches = [_branch(tool, definitions) for tool in tools]
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": branches[0] if len(branches) == 1 else {"anyOf": branches},
+    }
+    if not parallel:
+        schema["maxItems"] = 1
+    if definitions:
+        schema["$defs"] = definitions
+    return schema
+
+
+def forced_tags(
+    parser: type[ToolParser], tools: Sequence[Tool], name: str | None = None
+) -> list[tuple[str, Mapping[str, Any], str]]:
+    """(text before, schema of the arguments, text after) of every call that may be made in the family's own syntax."""
+    tags: list[tuple[str, Mapping[str, Any], str]] = []
+    for tool in tools:
+        tool_name = tool["function"]["name"]
+        around = parser.native_tags(tool_name)
+        if around is not None and name in (None, tool_name):
+            tags.append((around[0], _parameters(tool), around[1]))
+    return tags
+
+
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    parameters = tool["function"].get("parameters")
+    return parameters if isinstance(parameters, Mapping) and parameters else NO_PARAMETERS
+
+
+def _branch(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
+    name = tool["function"]["name"]
+    parameters = _parameters(tool)
+    renamed: dict[str, str] = {}
+    for group in _DEFINITIONS:
+        found = parameters.get(group)
+        for key in found if isinstance(found, Mapping) else ():
+            renamed[f"#/{group}/{key}"] = _free_name(key, name, {**definitions, **dict.fromkeys(renamed.values())})
+    whole = _free_name(name, "parameters", {**definitions, **dict.fromkeys(renamed.values())})
+    body = {key: value for key, value in parameters.items() if key not in _DEFINITIONS}
+    moved = _Mover(renamed, whole)
+    schema = moved.schema(body)
+    for group in _DEFINITIONS:
+        found = parameters.get(group)
+        for key, value in found.items() if isinstance(found, Mapping) else ():
+            definitions[renamed[f"#/{group}/{key}"]] = moved.schema(value)
+    if moved.needs_whole:
+        definitions[whole] = schema
+        schema = {"$ref": f"#/$defs/{whole}"}
+    return {
+        "type": "object",
+        "properties": {"name": {"type": "string", "enum": [name]}, "parameters": schema},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _free_name(wanted: str, prefix: str, taken: Mapping[str, Any]) -> str:
+    while wanted in taken:
+        wanted = f"{prefix}.{wanted}"
+    return wanted
+
+
+class _Mover:
+    """Rewrites references inside one tool's schema for the place it moves to."""
+
+    def __init__(self, renamed: Mapping[str, str], whole: str) -> None:
+        self._renamed = renamed
+        self._whole = whole
+        self.needs_whole = False
+        """Whether something refers to the schema's root."""
+
+    def schema(self, node: Any) -> Any:
+        """A copy of `node` whose references hold at the new place."""
+        if isinstance(node, Mapping):
+            return {
+                key: self._reference(value) if key == "$ref" and isinstance(value, str) else self.schema(value)
+                for key, value in node.items()
+            }
+        if isinstance(node, list):
+            return [self.schema(item) for item in node]
+        return node
+
+    def _reference(self, reference: str) -> str:
+        for old, new in self._renamed.items():
+            if reference == old or reference.startswith(old + "/"):
+                return f"#/$defs/{new}{reference[len(old) :]}"
+        if reference.startswith("#"):
+            self.needs_whole = True
+            return f"#/$defs/{self._whole}{reference[1:]}"
+        return reference
