@@ -1,0 +1,163 @@
+"""`vkit serve` as a process of its own, on a tiny real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
+PROGRAM = [sys.executable, "-m", "vkit"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers with a byte tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDENS / "llama" / name, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GOLDENS / "byte_tokenizer" / name, folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    return folder
+
+
+class Running:
+    """A served process."""
+
+    def __init__(self, model: Path, *args: str) -> None:
+        command = [
+            *PROGRAM,
+            "serve",
+            "--model",
+            str(model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--threads",
+            "1",
+            *args,
+        ]
+        env = {key: value for key, value in os.environ.items() if not key.startswith("VKIT_")}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.lines: list[str] = []
+        self.url = ""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if line.startswith("listening on "):
+                self.url = line.split()[-1]
+            if line.startswith("ready after "):
+                return
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        out, err = self.process.communicate(timeout=30)
+        assert out == ""
+        self.lines.append(err)
+        return self.process.returncode
+
+
+@pytest.fixture
+def run(model: Path) -> Iterator[Callable[..., Running]]:
+    running: list[Running] = []
+
+    def begin(*args: str, path: Path = model) -> Running:
+        running.append(Running(path, *args))
+        return running[-1]
+
+    yield begin
+    for item in running:
+        if item.process.poll() is None:
+            item.process.kill()
+            item.process.communicate()
+
+
+def test_serving(run: Callable[..., Running], model: Path) -> None:
+    server = run("--served-model-name", "a", "b/c")
+    body: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_tokens": 12}
+    whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    text = whole["choices"][0]["text"]
+    streamed = ""
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                streamed += json.loads(line[6:])["choices"][0]["text"]
+    assert streamed == text
+    command = [*PROGRAM, "complete", "--model", str(model), "--prompt", "hello", "--max-tokens", "12", "--threads", "1"]
+    completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert completed.stdout == text + "\n"
+    assert httpx.get(f"{server.url}/v1/models/b/c").json()["id"] == "b/c"
+    metadata = httpx.get(f"{server.url}/v1/metadata").json()
+    assert metadata["selectedModelProfileName"] == "vkit-float32-tp1"
+    info = httpx.get(f"{server.url}/server_info?config_format=json").json()
+    assert info["vllm_config"]["architecture"] == "LlamaForCausalLM"
+    assert server.stop() == 0
+    assert any("route POST /v1/completions" in line for line in server.lines)
+
+
+def test_second_signal_ends_at_once(run: Callable[..., Running]) -> None:
+    server = run("--shutdown-timeout", "60")
+    body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "n": 64, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+        next(reply.iter_lines())
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(5) in (0, 130)
+
+
+def test_a_missing_file_ends_before_the_port_opens(run: Callable[..., Running], model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    server = run(path=broken)
+    assert server.process.wait(30) == 1
+    assert server.url == ""
+    assert "model.safetensors" in "".join(server.lines)
+    assert "Traceback" not in "".join(server.lines)
+    gguf = tmp_path / "bad.gguf"
+    gguf.write_bytes(b"GGUF\x03\x00")
+    server = run(path=gguf)
+    assert server.process.wait(30) == 1
+    assert server.url == ""
+    assert "bad.gguf" in "".join(server.lines)
+
+
+def test_json_log_and_tls(run: Callable[..., Running], tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)),
+        ],
+        capture_output=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip("needs the openssl program")
+    server = run("--log-format", "json", "--ssl-keyfile", str(key), "--ssl-certfile", str(cert), "--api-key", "sesame")
+    assert server.url.startswith("https://")
+    context = ssl.create_default_context(cafile=str(cert))
+    headers = {"authorization": "Bearer sesame"}
+    assert httpx.get(f"{server.url}/v1/models", verify=context, headers=headers).status_code == 200
+    assert server.stop() == 0
+    entries = [json.loads(line) for text in server.lines for line in text.splitlines() if line.startswith("{")]
+    assert any(entry["message"].startswith("GET /v1/models 200") for entry in entries)
+    assert "sesame" not in "".join(server.lines)
