@@ -8,16 +8,19 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from vkit.benchmark.synthetic import write_synthetic
 
 PROMPTS = [[104, 101, 108], list(range(40)), [7] * 20, [200, 3, 9, 250, 17], list(range(90, 10, -1))]
 OUTPUT_LEN = 9
+READY_TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,14 @@ def test_a_request_that_cannot_fit_fails_alone(vkit_run: Any, checkpoint: Path, 
     assert "1 of 2 requests failed: prompt: 100 tokens" in run.stderr
 
 
+def _wait_until_ready(url: str) -> None:
+    """The socket is there before the model is."""
+    end = time.monotonic() + READY_TIMEOUT_S
+    while httpx.get(f"{url}/v1/health/ready").status_code != httpx.codes.OK:
+        assert time.monotonic() < end, "the model never got ready"
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def served_url(checkpoint: Path) -> Iterator[str]:
     """The address of `vkit serve` over the made-up model, in a process of its own."""
@@ -102,6 +113,7 @@ def served_url(checkpoint: Path) -> Iterator[str]:
         for line in process.stdout:
             lines.append(line)
             if found := re.search(r"listening on (http://\S+)", line):
+                _wait_until_ready(found[1])
                 yield found[1]
                 break
         else:
