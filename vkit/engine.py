@@ -142,6 +142,8 @@ class Engine:
         self._pending_updates: list[SequenceUpdate] = []
         self._next_plan: Plan | None = None
         self._awake_parts: frozenset[str] = frozenset()
+        self._retry_with = 0
+        """Most sequences of the next step, after one that ran out of memory; 0: no such limit."""
         self._shadow = ThreadPoolExecutor(1, "vkit-shadow") if settings.async_scheduling else None
 
     # Requests
@@ -213,20 +215,52 @@ class Engine:
         self.is_stalled = plan is None
         if plan is None:
             return [SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended()]
-        batch = self.runner.prepare(plan)
-        shadow = self._start_shadow()
-        try:
-            logits = self.runner.execute(batch)
-        finally:
-            if shadow is not None:
-                self._next_plan = shadow.result()
+        logits = self._forward(plan)
+        if logits is None:
+            return []
         samples = self.sampler.sample(logits, plan)
         self._observe_step(plan, samples.num_corrupted)
         updates = self.scheduler.commit(plan, samples)
         updates.extend(SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended())
         return updates
 
+    def _forward(self, plan: Plan) -> Tensor | None:
+        """Logits of the plan's rows; None when memory ran out, which is taken care of."""
+        shadow: Future[Plan | None] | None = None
+        try:
+            try:
+                batch = self.runner.prepare(plan)
+                shadow = self._start_shadow()
+                logits = self.runner.execute(batch)
+            finally:
+                if shadow is not None:
+                    self._next_plan = shadow.result()
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._make_room(plan, error)
+            return None
+        self._retry_with = 0
+        return logits
+
+    def _make_room(self, plan: Plan, error: Exception) -> None:
+        """After a step that ran out of memory: try once more with half of its sequences, then give its sequences up."""
+        ahead, self._next_plan = self._next_plan, None
+        sequences = [item.sequence for item in plan.scheduled]
+        self.scheduler.preempt_all(plan, ahead)
+        self.cache.reset_prefix_cache()  # blocks this step was to write hold nothing
+        if self._retry_with == 0:
+            self._retry_with = max(1, len(sequences) // 2)
+            logger.warning("out of memory with %d sequences in a step: trying %d", len(sequences), self._retry_with)
+            return
+        self._retry_with = 0
+        for sequence in sequences:
+            self.scheduler.finish(sequence, FinishReason.ERROR, error=f"out of memory: {error}")
+        self._pending_updates.extend(SequenceUpdate(sequence, []) for sequence in sequences)
+
     def _take_plan(self) -> Plan | None:
+        if self._retry_with:
+            return self.scheduler.schedule(self._retry_with)
         plan, self._next_plan = self._next_plan, None
         if plan is not None:
             self.scheduler.drop_finished(plan)
@@ -450,6 +484,13 @@ class Engine:
             gauge("vllm:cache_config_info", "Cache settings, as labels", 1, self._cache_settings()),
             *self.metrics.families(),
         ]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether a forward pass failed for lack of memory, by the ways torch has of saying so."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return "can't allocate memory" in str(error) or "not enough memory" in str(error)
 
 
 def _sleeper(runner: Any) -> SleepControl:

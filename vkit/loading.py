@@ -9,13 +9,13 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vkit import discovery
 from vkit.cache.groups import LayerCacheSpec, group_layers
 from vkit.config import CacheGroupFacts, DeviceFacts, EngineArgs, EngineConfig, ModelFacts
 from vkit.device import Device, find_device
@@ -343,9 +343,12 @@ def _plugins(vocab_size: int) -> tuple[list[BatchLogitsProcessor], tuple[Callabl
     """Installed batch-level logits processors, and their say on each request."""
     processors: list[BatchLogitsProcessor] = []
     checks: list[Callable[[Any], None]] = []
-    for point in entry_points(group=PROCESSOR_GROUP):
-        factory = point.load()
-        processors.append(factory(vocab_size))
+    found = discovery.find(PROCESSOR_GROUP)
+    for problem in found.problems:
+        logger.warning("%s", problem)
+    for offer in found.offers.values():
+        factory, processor = discovery.load(offer, lambda factory: (factory, factory(vocab_size)))
+        processors.append(processor)
         check = getattr(factory, "validate_params", None)
         if check is not None:
             checks.append(check)

@@ -139,13 +139,16 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    def schedule(self) -> Plan | None:
-        """The next step, or None when no sequence can go on. Counts its tokens as computed from now on."""
+    def schedule(self, max_num_seqs: int = 0) -> Plan | None:
+        """The next step, or None when no sequence can go on. Counts its tokens as computed from now on.
+
+        `max_num_seqs`, if given, is a lower limit on running sequences for this step alone.
+        """
         self.cache.begin_pass()
         work = _Pass(budget=self.limits.max_num_batched_tokens, items={})
         self._schedule_running(work)
         if not work.num_preempted:
-            self._admit_waiting(work)
+            self._admit_waiting(work, max_num_seqs or self.limits.max_num_seqs)
             if not work.items:
                 self._fail_if_stuck()
         if not work.items:
@@ -183,15 +186,16 @@ class Scheduler:
             item.sequence.num_in_flight -= 1
             self._release(item.sequence)
 
-    def preempt_all(self, plan: Plan | None) -> None:
-        """Make every running sequence give up its blocks, and forget the plan made ahead, if any."""
-        for item in plan.scheduled if plan is not None else ():
-            sequence = item.sequence
-            sequence.num_in_flight -= 1
-            if item.samples:
-                sequence.num_output_placeholders -= 1 + item.num_drafts
-            if sequence.is_finished:
-                self._release(sequence)
+    def preempt_all(self, *plans: Plan | None) -> None:
+        """Make every running sequence give up its blocks, and forget these plans, which never ran to their end."""
+        for plan in plans:
+            for item in plan.scheduled if plan is not None else ():
+                sequence = item.sequence
+                sequence.num_in_flight -= 1
+                if item.samples:
+                    sequence.num_output_placeholders -= 1 + item.num_drafts
+                if sequence.is_finished:
+                    self._release(sequence)
         work = _Pass(budget=0, items={})
         while self.running:
             self._preempt(self.running[-1], work)
@@ -259,14 +263,14 @@ class Scheduler:
                 return boundary - computed
         return want
 
-    def _admit_waiting(self, work: _Pass) -> None:
+    def _admit_waiting(self, work: _Pass, max_num_seqs: int) -> None:
         if not len(self._policy):
             return
         admitted: list[Sequence] = []
         rejected: list[Sequence] = []
         num_partial, num_long_partial = self._count_partial()
         for sequence in self._policy.order(self._hit_length):
-            if work.budget <= 0 or len(self.running) + len(admitted) >= self.limits.max_num_seqs:
+            if work.budget <= 0 or len(self.running) + len(admitted) >= min(self.limits.max_num_seqs, max_num_seqs):
                 break
             if self._is_deferred(sequence):
                 continue

@@ -293,3 +293,47 @@ def test_block_lifetimes_reach_the_histograms() -> None:
     count, total = histogram(engine, "vllm:kv_block_lifetime_seconds")
     assert count >= 1
     assert total == 50 * count
+
+
+class Cramped(FakeRunner):
+    """Runs out of memory for steps of more than `most` sequences."""
+
+    most = 2
+
+    def execute(self, batch: Any) -> torch.Tensor:
+        if len(batch.rows) > self.most:
+            # What was to be written is not there.
+            raise RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            )
+        return super().execute(batch)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_out_of_memory_is_tried_again_with_half_the_batch(async_scheduling: bool) -> None:
+    engine = make_engine(Cramped(FULL, 64, 4), async_scheduling=async_scheduling)
+    requests = [make_request(engine, [2, 3, 4, 5, 6 + i], GREEDY, name=f"{i}") for i in range(3)]
+    for request in requests:
+        engine.add_request(request)
+    outputs = {output.request_id: output for output in run(engine, after_step=lambda: check_pool(engine))}
+    for request in requests:
+        expected = naive_loop(FULL, 24, request, seed=0, max_model_len=64)[0]
+        assert outputs[request.id].outputs[0].token_ids == expected
+    assert engine.scheduler.num_preemptions > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_what_does_not_fit_even_alone_fails_and_the_rest_goes_on(async_scheduling: bool) -> None:
+    runner = Cramped(FULL, 64, 4)
+    runner.most = 0
+    engine = make_engine(runner, async_scheduling=async_scheduling)
+    engine.add_request(make_request(engine, [2, 3], GREEDY, name="large"))
+    (failed,) = run(engine, after_step=lambda: check_pool(engine))
+    assert failed.outputs[0].finish_reason is FinishReason.ERROR
+    assert failed.outputs[0].error is not None
+    assert failed.outputs[0].error.startswith("out of memory: ")
+    runner.most = 9
+    engine.add_request(make_request(engine, [2, 3], GREEDY, name="small"))
+    assert run(engine)[0].outputs[0].finish_reason is FinishReason.LENGTH
+    engine.close()
