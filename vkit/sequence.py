@@ -46,6 +46,12 @@ class Grammar(Protocol):
     def is_terminated(self) -> bool:
         """Whether nothing but the end may follow."""
 
+    def forced_token(self) -> int | None:
+        """The one id that may follow, where there is only one and the output may not end here; else None.
+
+        None may also mean that finding out would cost too much.
+        """
+
     def reset(self) -> None:
         """Return to the start."""
 

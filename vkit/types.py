@@ -60,28 +60,112 @@ class RepetitionDetection:
 
 
 @dataclass(frozen=True, slots=True)
-class StructuredOutputs:
-    """A constraint on the output; exactly one field is set."""
+class ReasoningMarks:
+    """The texts around a model's reasoning, as far as a constraint on what follows must know them."""
 
-    json: str | Mapping[str, Any] | bool | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | Mapping[str, Any] | None = None
+    end: str
+    """The text that ends reasoning."""
+    start: str | None = None
+    """The text that begins it, for outputs that may or may not begin with reasoning."""
 
     def __post_init__(self) -> None:
-        given = [
-            name
-            for name in self.__slots__
-            if getattr(self, name) not in (None, False) or (name == "json" and self.json is False)
-        ]
+        for name in ("end", "start"):
+            value = getattr(self, name)
+            if (value is not None or name == "end") and (not isinstance(value, str) or not value):
+                raise InvalidRequest(
+                    f"structured_outputs.begins_after: {name} must be a non-empty string, got {value!r}",
+                    param="structured_outputs",
+                )
+
+
+CONSTRAINT_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+JSON_KINDS = ("json", "json_object", "structural_tag")
+"""Constraints that hold JSON, so that the modifiers of JSON mean something."""
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """A constraint on the output: exactly one of the first six fields, and modifiers.
+
+    Raises:
+        InvalidRequest: none or several constraints, a value of the wrong type, or a modifier that would do nothing.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """A JSON schema: an object or boolean, or its JSON text."""
+    regex: str | None = None
+    """The whole output matches."""
+    choice: Sequence[str] | None = None
+    """The output is one of these."""
+    grammar: str | None = None
+    """GBNF (`root ::= ...`) or Lark (`start: ...`)."""
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    """Free text with constrained sections, see `vkit.structured.tags`."""
+    disable_any_whitespace: bool = False
+    """No blank between the tokens of JSON."""
+    whitespace_pattern: str | None = None
+    """A regex for the blanks between the tokens of JSON; by default one space or tab, or none."""
+    disable_additional_properties: bool = False
+    """Objects of a schema have no keys but the declared ones, unless the schema says otherwise."""
+    begins_after: ReasoningMarks | None = None
+    """Output up to and including the end mark is free: the model is reasoning. With a start mark, only if the output
+    begins with that; without, in any case."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in CONSTRAINT_KINDS if getattr(self, name) is not None]
+        if self.json_object is False:
+            raise _bad_constraint("json_object must be true")
         if len(given) != 1:
-            kinds = ", ".join(self.__slots__)
-            raise InvalidRequest(
-                f"structured_outputs: expected exactly one of {kinds}; got {given or 'none'}",
-                param="structured_outputs",
-            )
+            raise _bad_constraint(f"expected exactly one of {', '.join(CONSTRAINT_KINDS)}; got {given or 'none'}")
+        self._check_value(given[0])
+        self._check_modifiers(given[0])
+
+    @property
+    def kind(self) -> str:
+        """The name of the constraint's field."""
+        return next(name for name in CONSTRAINT_KINDS if getattr(self, name) is not None)
+
+    def _check_value(self, kind: str) -> None:
+        value: Any = getattr(self, kind)
+        types, expected = _CONSTRAINT_TYPES[kind]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise _bad_constraint(f"{kind}: expected {expected}, got {type(value).__name__}")
+        if kind == "grammar" and not value.strip():
+            raise _bad_constraint("grammar: must not be empty")
+        if kind == "regex" and "\0" in value:
+            raise _bad_constraint("regex: must not contain NUL")
+        if kind == "choice":
+            if not value or not all(isinstance(item, str) for item in value):
+                raise _bad_constraint("choice: expected a non-empty list of strings")
+            object.__setattr__(self, "choice", tuple(value))  # normalisation happens once, before anyone sees the value
+
+    def _check_modifiers(self, kind: str) -> None:
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad_constraint(f"{name}: expected true or false, got {getattr(self, name)!r}")
+        if self.whitespace_pattern is not None and not isinstance(self.whitespace_pattern, str):
+            raise _bad_constraint(f"whitespace_pattern: expected a string, got {self.whitespace_pattern!r}")
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise _bad_constraint("whitespace_pattern: contradicts disable_any_whitespace")
+        allowed = {"disable_additional_properties": ("json", "structural_tag")}
+        for name in ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties"):
+            if getattr(self, name) not in (None, False) and kind not in allowed.get(name, JSON_KINDS):
+                raise _bad_constraint(f"{name}: has no effect on {kind}")
+
+
+_CONSTRAINT_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "json": ((str, bool, Mapping), "a JSON schema (an object, a boolean, or its JSON text)"),
+    "regex": ((str,), "a string"),
+    "choice": ((list, tuple), "a non-empty list of strings"),
+    "grammar": ((str,), "a string"),
+    "json_object": ((bool,), "true"),
+    "structural_tag": ((str, Mapping), "an object or its JSON text"),
+}
+
+
+def _bad_constraint(message: str) -> InvalidRequest:
+    return InvalidRequest(f"structured_outputs: {message}", param="structured_outputs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
