@@ -99,9 +99,7 @@ class FakeRunner:
 
     copies_states = True
 
-    def __init__(
-        self, groups: Sequence[CacheGroup], num_blocks: int, block_size: int, *, vocab_size: int = 24
-    ) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], num_blocks: int, block_size: int, *, vocab_size: int = 24) -> None:
         self.groups = list(groups)
         self.block_size = block_size
         self.vocab_size = vocab_size
