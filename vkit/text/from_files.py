@@ -17,6 +17,9 @@ from vkit.text.settings import TokenizerSettings, read_json_object, read_setting
 from vkit.text.tokenizer import Tokenizer
 from vkit.text.vocabulary import WORD_START, Vocabulary, byte_level_bytes, plain_bytes, sentencepiece_bytes
 
+NUM_PROBES = 256
+"""How many ids are looked up to see whether a vocabulary has gaps."""
+
 
 def tokenizer_from_directory(directory: Path, *, settings: TokenizerSettings | None = None) -> Tokenizer:
     """The tokenizer of a model directory. `settings`, if given, replaces its tokenizer_config.json.
@@ -184,12 +187,12 @@ def _frame(library: LibraryTokenizer) -> tuple[list[int], list[int]]:
 def _vocabulary(library: LibraryTokenizer, added_ids: frozenset[int], special_ids: frozenset[int]) -> Vocabulary:
     decoders = _flatten(_state(library.decoder))
     kinds = [str(decoder.get("type")) for decoder in decoders]
-    size = _vocab_size(library, added_ids)
 
     def piece(token_id: int) -> str | None:
-        text: str | None = library.id_to_token(token_id) if 0 <= token_id < size else None
+        text: str | None = library.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         return text
 
+    plain_ids = added_ids
     spell, has_prefix, has_bytes = None, False, False
     if kinds == ["ByteLevel"]:
         spell = byte_level_bytes
@@ -198,10 +201,12 @@ def _vocabulary(library: LibraryTokenizer, added_ids: frozenset[int], special_id
         spell = sentencepiece_bytes if writes_spaces else plain_bytes
         has_bytes = "ByteFallback" in kinds
         has_prefix = any(map(_takes_prefix_away, decoders))
+        # Gemma lists its runs of spaces as added tokens, and merging makes them too.
+        plain_ids = special_ids | {i for i in added_ids if WORD_START not in (piece(i) or "")}
     return Vocabulary(
-        size=size,
+        size=_vocab_size(library, added_ids),
         piece=piece,
-        added_ids=added_ids,
+        added_ids=plain_ids,
         special_ids=special_ids,
         spell=spell,
         byte_values=_byte_values(library) if has_bytes else {},
@@ -225,8 +230,8 @@ def _is_sentencepiece_step(decoder: Mapping[str, Any]) -> bool:
 
 def _takes_prefix_away(decoder: Mapping[str, Any]) -> bool:
     if decoder.get("type") == "Metaspace":
-        return decoder.get("prepend_scheme", "always") != "never"
-    return decoder.get("type") == "Strip" and decoder.get("start") == 1
+        return bool(decoder.get("prepend_scheme", "always") != "never")
+    return bool(decoder.get("type") == "Strip" and decoder.get("start") == 1)
 
 
 def _byte_values(library: LibraryTokenizer) -> dict[int, int]:
@@ -235,8 +240,10 @@ def _byte_values(library: LibraryTokenizer) -> dict[int, int]:
 
 
 def _vocab_size(library: LibraryTokenizer, added_ids: frozenset[int]) -> int:
+    """One more than the highest id. Listing a whole vocabulary takes 0.1 s, so only one with gaps is listed."""
     count: int = library.get_vocab_size(with_added_tokens=True)
-    has_gaps = library.id_to_token(count - 1) is None or library.id_to_token(count) is not None
+    probes = {*range(0, count, max(1, count // NUM_PROBES)), count - 1}
+    has_gaps = library.id_to_token(count) is not None or None in map(library.id_to_token, probes)
     if has_gaps or max(added_ids, default=0) >= count:
         return 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
     return count

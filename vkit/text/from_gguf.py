@@ -6,7 +6,7 @@ Source: the GGUF specification (tokenizer.ggml.*) and the behaviour of llama.cpp
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,12 +16,16 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from vkit.errors import CheckpointError, ModelLoadError
 from vkit.text.pretokenizers import LINES, WHOLE_WORDS_FIRST, patterns_for
+from vkit.text.score_merging import ScoreMerger
 from vkit.text.settings import DEFAULT_TEMPLATE, TokenizerSettings
 from vkit.text.tokenizer import Tokenizer
 from vkit.text.vocabulary import WORD_START, Vocabulary, byte_level_bytes, sentencepiece_bytes
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of tokenizer.ggml.token_type."""
+
+_Core = Callable[[str], list[int]]
+"""Encodes a text without added tokens."""
 
 _MODELS = ("gpt2", "llama", "gemma4")
 _PREFIX = "tokenizer.ggml."
@@ -138,9 +142,8 @@ def tokenizer_from_gguf(
     """
     data = _Metadata(metadata, architecture, origin)
     build = {"gpt2": _byte_level_core, "llama": _sentencepiece_core, "gemma4": _character_core}[data.model]
-    core = build(data)
-    user_texts = data.texts_of(USER_DEFINED)
-    encoder = _CutEncoder(core, user_texts, data.texts_of(UNKNOWN, CONTROL, USER_DEFINED), _swallowing_ids(data))
+    user_texts, all_texts = data.texts_of(USER_DEFINED), data.texts_of(UNKNOWN, CONTROL, USER_DEFINED)
+    encoder = _CutEncoder(build(data), user_texts, all_texts, _swallowing_ids(data))
     settings = settings or TokenizerSettings()
     bos = _role_id(data, "bos", settings.bos_token)
     eos = _role_id(data, "eos", settings.eos_token)
@@ -161,11 +164,11 @@ def tokenizer_from_gguf(
 
 
 class _CutEncoder:
-    """Cuts text at added tokens and hands what lies between to a library tokenizer that knows none of them."""
+    """Cuts text at added tokens and hands what lies between to `core`, which knows none of them."""
 
     def __init__(
         self,
-        core: LibraryTokenizer,
+        core: _Core,
         always: Mapping[str, int],
         with_special: Mapping[str, int],
         swallows_space: frozenset[int],
@@ -194,7 +197,7 @@ class _CutEncoder:
                 continue
             if swallow:
                 part = part.lstrip(_WHITE_SPACE)
-            token_ids += self._core.encode(part, add_special_tokens=False).ids
+            token_ids += self._core(part)
         return token_ids
 
 
@@ -222,7 +225,7 @@ class _Cutter:
             yield self._ids[index] if index else text[start:end]
 
 
-def _byte_level_core(data: _Metadata) -> LibraryTokenizer:
+def _byte_level_core(data: _Metadata) -> _Core:
     """Byte-level BPE: cut by regular expressions, write bytes in the byte alphabet, merge by rank."""
     vocab = data.texts_of(NORMAL, UNUSED, BYTE)
     core = LibraryTokenizer(
@@ -231,26 +234,47 @@ def _byte_level_core(data: _Metadata) -> LibraryTokenizer:
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns_for(data.pre)]
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.pre_tokenizer = pre_tokenizers.Sequence([*splits, alphabet])
-    return core
+    return _library_core(core)
 
 
-def _character_core(data: _Metadata) -> LibraryTokenizer:
+def _character_core(data: _Metadata) -> _Core:
     """BPE on characters with bytes as the last resort (gemma4): lines are cut apart, spaces are U+2581."""
     vocab = data.texts_of(NORMAL, UNUSED, BYTE)
     core = LibraryTokenizer(_fallback_bpe(data, vocab, _merges(data, vocab)))
     core.normalizer = normalizers.Replace(" ", WORD_START)
     core.pre_tokenizer = pre_tokenizers.Split(Regex(LINES[0]), "isolated")
-    return core
+    return _library_core(core)
 
 
-def _sentencepiece_core(data: _Metadata) -> LibraryTokenizer:
+def _sentencepiece_core(data: _Metadata) -> _Core:
     """SentencePiece BPE: the pair whose union has the highest score merges first, with bytes as the last resort."""
     vocab = data.texts_of(NORMAL, USER_DEFINED, UNUSED, BYTE)
-    core = LibraryTokenizer(_fallback_bpe(data, vocab, _merges_by_score(data, vocab)))
-    spaces = normalizers.Replace(" ", WORD_START)
     has_prefix = _has_space_prefix(data)
+    ranked = _merges_by_score(data, vocab)
+    if ranked is None:
+        return _score_merger(data, vocab, has_prefix).encode
+    core = LibraryTokenizer(_fallback_bpe(data, vocab, ranked))
+    spaces = normalizers.Replace(" ", WORD_START)
     core.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_START), spaces]) if has_prefix else spaces
-    return core
+    return _library_core(core)
+
+
+def _score_merger(data: _Metadata, vocab: Mapping[str, int], has_prefix: bool) -> ScoreMerger:
+    return ScoreMerger(
+        scores={data.tokens[i]: data.scores[i] for i in data.ids_of(NORMAL)},
+        ids={text: i for text, i in vocab.items() if data.types[i] != BYTE},
+        byte_ids={value: token_id for token_id, value in _byte_values(data).items()},
+        unknown_id=data.token_id("unknown"),
+        has_prefix=has_prefix,
+    )
+
+
+def _library_core(library: LibraryTokenizer) -> _Core:
+    def encode(text: str) -> list[int]:
+        token_ids: list[int] = library.encode(text, add_special_tokens=False).ids
+        return token_ids
+
+    return encode
 
 
 def _fallback_bpe(data: _Metadata, vocab: dict[str, int], merges: list[tuple[str, str]]) -> models.BPE:
@@ -272,22 +296,27 @@ def _merges(data: _Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     return [(left, right) for left, right in pairs if left in vocab and right in vocab and left + right in vocab]
 
 
-def _merges_by_score(data: _Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Merges that make BPE choose as SentencePiece does: by falling score of the result, then by ids of the parts."""
+def _merges_by_score(data: _Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]] | None:
+    """Merges that make BPE choose as SentencePiece does: by falling score of the result, then by ids of the parts.
+
+    None when two results have the same score: then the place in the text decides, and no order of merges can say so.
+    """
     types, tokens, scores = data.types, data.tokens, data.scores
     parts = {text: i for text, i in vocab.items() if types[i] != BYTE}
     merges: list[tuple[str, str]] = []
+    last_score = None
     for i in sorted(data.ids_of(NORMAL), key=lambda i: -scores[i]):
         token = tokens[i]
-        if len(token) == 2:
-            if token[0] in parts and token[1] in parts:
-                merges.append((token[0], token[1]))
-            continue
         cuts = [
             (parts[token[:at]], parts[token[at:]], at)
             for at in range(1, len(token))
             if token[:at] in parts and token[at:] in parts
         ]
+        if not cuts:
+            continue
+        if scores[i] == last_score:
+            return None
+        last_score = scores[i]
         cuts.sort()
         merges += [(token[:at], token[at:]) for _, _, at in cuts]
     return merges
@@ -302,9 +331,13 @@ def _vocabulary(data: _Metadata) -> Vocabulary:
         added_ids=frozenset(data.ids_of(UNKNOWN, CONTROL, USER_DEFINED)),
         special_ids=frozenset(data.ids_of(UNKNOWN, CONTROL)),
         spell=byte_level_bytes if data.model == "gpt2" else sentencepiece_bytes,
-        byte_values={i: int(m[1], 16) for i in data.ids_of(BYTE) if (m := _BYTE_PIECE.fullmatch(tokens[i]))},
+        byte_values=_byte_values(data),
         has_space_prefix=data.model == "llama" and _has_space_prefix(data),
     )
+
+
+def _byte_values(data: _Metadata) -> dict[int, int]:
+    return {i: int(m[1], 16) for i in data.ids_of(BYTE) if (m := _BYTE_PIECE.fullmatch(data.tokens[i]))}
 
 
 def _has_space_prefix(data: _Metadata) -> bool:

@@ -34,7 +34,12 @@ class CheckpointFiles(Protocol):
     """What a tokenizer needs of a checkpoint."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """The directory, or the GGUF file."""
+
+    @property
+    def gguf_metadata(self) -> Mapping[str, Any] | None:
+        """Raw metadata of a GGUF file."""
 
 
 class _TokenBytes(dict[int, bytes]):
@@ -140,7 +145,7 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"the text is not valid Unicode: character {error.start} is the surrogate U+{ord(text[error.start]):04X}"
+                f"the text is not valid Unicode: lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
             ) from error
         token_ids = self._encoder.encode(text, parse_special)
         if not add_special_tokens:
@@ -230,13 +235,21 @@ def load_tokenizer(source: Path | str | CheckpointFiles, *, tokenizer_config: Pa
 
 def _gguf_metadata(source: Path | CheckpointFiles) -> Mapping[str, Any]:
     if not isinstance(source, Path):
-        metadata: Mapping[str, Any] = source.gguf_metadata  # type: ignore[attr-defined]  # GGUF checkpoints only
-        return metadata
+        assert source.gguf_metadata is not None, "only a checkpoint from a GGUF file is a file"
+        return source.gguf_metadata
     from vkit.loaders import open_checkpoint
+    from vkit.loaders.gguf_header import read_header
+    from vkit.loaders.storage import open_storage
 
-    checkpoint = open_checkpoint(source)
+    storage = open_storage(source)
     try:
-        metadata = dict(checkpoint.gguf_metadata)
+        metadata = dict(read_header(storage).metadata)
     finally:
-        checkpoint.close()
+        storage.close()
+    if metadata.get("split.no"):  # a later part of a split file says nothing about the model
+        checkpoint = open_checkpoint(source)
+        try:
+            metadata = dict(checkpoint.gguf_metadata or {})
+        finally:
+            checkpoint.close()
     return metadata
