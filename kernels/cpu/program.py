@@ -91,18 +91,18 @@ class Program:
             current.reset(token)
         if logits.shape[0] != _RECORDED.logits or not recording.holds(logits):
             raise NotRecordable("the logits are not the result of a native operation")
-        nodes = fuse(recording.nodes, keep=logits.data_ptr())
+        start = recording.set_apart(logits)
+        nodes = fuse(recording.nodes, keep=start)
         self.num_ops = len(nodes)
         self._ops = (Op * len(nodes))(*[node.op for node in nodes])
         self._arena = recording.arena  # the ops point into it
         self._sizes = Step(0, 0, 0)
-        self._place_logits(logits)
+        self._place_logits(start, logits.shape[1])
 
-    def _place_logits(self, logits: Tensor) -> None:
+    def _place_logits(self, start: int, width: int) -> None:
         """Find who writes the logits, so that every step writes memory of its own: the caller keeps what it gets."""
-        size = self.limits.logits * logits.shape[1] * 4
-        start = logits.data_ptr()
-        self._width = logits.shape[1]
+        size = self.limits.logits * width * 4
+        self._width = width
         self._slots = [
             (index, slot, pointer - start)
             for index, op in enumerate(self._ops)

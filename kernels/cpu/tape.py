@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -114,16 +114,23 @@ class Arena:
         """uint8 memory (num_bytes,), given back when the last tensor over it is gone."""
         size = -(-num_bytes // 64) * 64
         free = self._free.setdefault(size, [])
-        if free:
-            memory = free.pop()
-        else:
-            memory = np.empty(size + 64, np.uint8)
-            memory = memory[-memory.ctypes.data % 64 :][:size]
-            self._all.append(memory)
+        memory = free.pop() if free else self._new(size)
         lent = memory.view()  # an object of its own, whose end is the end of the loan
         weakref.finalize(lent, free.append, memory)
         with torch._C.DisableTorchFunction():  # new memory, which a step under recording must not make itself
             return torch.from_numpy(lent)[:num_bytes]
+
+    def take_new(self, num_bytes: int) -> Tensor:
+        """uint8 memory (num_bytes,) that was never lent and never will be again."""
+        memory = self._new(-(-num_bytes // 64) * 64)
+        with torch._C.DisableTorchFunction():
+            return torch.from_numpy(memory)[:num_bytes]
+
+    def _new(self, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        memory = np.empty(size + 64, np.uint8)
+        memory = memory[-memory.ctypes.data % 64 :][:size]
+        self._all.append(memory)
+        return memory
 
     def holds(self, address: int) -> bool:
         """Whether an address lies in it."""
@@ -154,6 +161,8 @@ class Recording:
     arena: Arena = field(default_factory=Arena)
     nodes: list[Node] = field(default_factory=list)
     _blocks: list[tuple[Region, int, Tensor]] = field(default_factory=list)
+    _loans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of every output's memory, by address: its bytes, and the first op that may belong to its present loan."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for the largest step, seen as that of the recorded one."""
@@ -161,6 +170,7 @@ class Recording:
         for size in shape[1:]:
             width *= size
         memory = self.arena.take(limit * width * dtype.itemsize)
+        self._loans[memory.data_ptr()] = memory.nbytes, len(self.nodes)
         return memory.view(dtype)[: shape[0] * width].view(*shape)
 
     def limit_of(self, size: int) -> int:
@@ -191,7 +201,27 @@ class Recording:
         if slot is None or node.writes != [source] or is_seen or is_taken:
             return False
         node.op.p[3], node.op.n[slot], node.writes = address, stride, [target]
+        for start, (size, first) in self._loans.items():
+            if start <= address < start + size:
+                self._loans[start] = size, min(first, index)
         return True
+
+    def set_apart(self, output: Tensor) -> int:
+        """Give the step's result memory that no other output of the recording ever had; its new address.
+
+        The caller moves it from step to step, which must move nothing else: an earlier output of the same size may have
+        been lent the same memory.
+        """
+        start = output.data_ptr()
+        size, first = self._loans[start]
+        shift = self.arena.take_new(size).data_ptr() - start
+        for node in self.nodes[first:]:
+            for slot, pointer in enumerate(node.op.p):
+                if pointer is not None and start <= pointer < start + size:
+                    node.op.p[slot] = pointer + shift
+            node.reads = [_shifted(region, start, size, shift) for region in node.reads]
+            node.writes = [_shifted(region, start, size, shift) for region in node.writes]
+        return start + shift
 
     def rows(self, shape: Sequence[int]) -> tuple[int, int]:
         """Which of the step's sizes the first dimension is, and the product of the others.
@@ -223,6 +253,12 @@ class Recording:
         blocks = self.arena.take(num_bytes)
         self._blocks.append((x, kind, blocks))
         return blocks, False
+
+
+def _shifted(region: Region, start: int, size: int, shift: int) -> Region:
+    if not start <= region.start < start + size:
+        return region
+    return replace(region, start=region.start + shift)
 
 
 current: ContextVar[Recording | None] = ContextVar("vkit_cpu_recording", default=None)

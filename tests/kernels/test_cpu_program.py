@@ -37,15 +37,15 @@ class Batch:
 class TinyModel:
     """One layer of a decoder over Q8_0 and plain weights, written in ops only."""
 
-    def __init__(self, ops: Operations, golden: dict[str, Tensor]) -> None:
+    def __init__(self, ops: Operations, golden: dict[str, Tensor], vocab: int = VOCAB) -> None:
         torch.manual_seed(1)
         self.ops = ops
         self.golden = golden
         self.tables = [torch.zeros(6, 40, dtype=torch.int32)]
-        self.embed = torch.randn(VOCAB, HIDDEN)
+        self.embed = torch.randn(vocab, HIDDEN)
         self.qkv = [self.packed(width) for width in (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM)]
         self.out, self.gate, self.up = self.packed(HIDDEN), self.packed(FFN), self.packed(FFN)
-        self.down, self.head = self.packed(HIDDEN, FFN), torch.randn(VOCAB, HIDDEN).bfloat16()
+        self.down, self.head = self.packed(HIDDEN, FFN), torch.randn(vocab, HIDDEN).bfloat16()
         self.norm = torch.randn(HIDDEN)
         self.cos_sin = torch.randn(400, DIM)
         self.caches = [torch.zeros(60, BLOCK, KV_HEADS, DIM) for _ in range(2)]
@@ -141,6 +141,19 @@ def test_logits_belong_to_the_caller(model: TinyModel, library: Library) -> None
     for _ in range(3):
         runner(model.batch([4], [9]))
     assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("vocab", [2 * HIDDEN, 2 * FFN, 4 * FFN])
+def test_logits_share_no_memory_with_earlier_results(
+    operations: Operations, golden_blocks: dict[str, Tensor], library: Library, vocab: int
+) -> None:
+    # 32 rows of logits take as many bytes as 64 tokens of the hidden state, of the gated product, of gate and up.
+    model = TinyModel(operations, golden_blocks, vocab)
+    runner = StepRunner(library, model.step)
+    batch = model.batch([4], [4])
+    assert torch.equal(runner(batch), model.step(batch))
+    assert runner._program is not None
+    assert {index for index, _, _ in runner._program._slots} == {runner._program.num_ops - 1}
 
 
 @pytest.mark.parametrize(
