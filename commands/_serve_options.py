@@ -195,6 +195,25 @@ class ApiFlags:
         bool,
         _api("--exclude-tools-when-tool-choice-none", help="Hide the tools from the model when none may be called."),
     ] = False
+    tool_call_parser: Annotated[
+        str,
+        _api(
+            "--tool-call-parser",
+            metavar="NAME",
+            help="How tool calls are read; auto asks the chat template, none reads none.",
+        ),
+    ] = "hermes"
+    reasoning_parser: Annotated[
+        str,
+        _api("--reasoning-parser", metavar="NAME", help="How thoughts are told from answers; auto asks the template."),
+    ] = "none"
+    reasoning_field: Annotated[
+        Literal["both", "reasoning", "reasoning_content"],
+        _api("--reasoning-field", help="Names under which chat replies carry thoughts."),
+    ] = "both"
+    enable_auto_tool_choice: Annotated[
+        bool, _api("--enable-auto-tool-choice", help="Accepted: models may always choose to call tools.")
+    ] = False
     response_role: Annotated[str, _api("--response-role", help="Role of the replies.")] = "assistant"
     responses_store_max_entries: Annotated[
         int, _api("--responses-store-max-entries", min=1, help="Most responses kept for later requests.")
@@ -210,6 +229,8 @@ class ApiFlags:
     ] = ""
 
     def __post_init__(self) -> None:
+        if self.enable_auto_tool_choice and self.tool_call_parser == "none":
+            raise UsageError("--enable-auto-tool-choice: contradicts --tool-call-parser none")
         if any(not name for name in self.served_model_name or ()):
             raise UsageError("--served-model-name: a name must not be empty")
 
@@ -312,6 +333,9 @@ def server_settings(
         generation_config=generation_config(api.generation_config),
         override_generation_config=json_object("--override-generation-config", api.override_generation_config),
         scheduling_policy=scheduling_policy,
+        tool_call_parser=api.tool_call_parser,
+        reasoning_parser=api.reasoning_parser,
+        reasoning_field=api.reasoning_field,
         default_chat_template_kwargs=json_object("--default-chat-template-kwargs", api.default_chat_template_kwargs),
         trust_request_chat_template=api.trust_request_chat_template,
         exclude_tools_when_tool_choice_none=api.exclude_tools_when_tool_choice_none,

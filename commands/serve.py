@@ -47,6 +47,9 @@ def serve(
         "seed": seed,
     }
     args = EngineArgs(model=str(path), max_num_seqs=max_num_seqs, **keywords)
+    from vkit.server.settings import check_parsers
+
+    check_parsers(api.tool_call_parser, api.reasoning_parser)
     try:
         from vkit.server.logs import set_up_logging
         from vkit.server.serving import serve_model
@@ -63,6 +66,8 @@ def serve(
         scheduling_policy=engine.scheduling_policy,
     )
     set_up_logging(log.log_level, log.log_format)
+    if api.enable_auto_tool_choice:
+        _render.note("--enable-auto-tool-choice: on already, models may always choose to call tools")
     status = serve_model(args, settings, network.network_settings())
     if status is not ExitStatus.OK:
         raise typer.Exit(status)

@@ -120,7 +120,11 @@ def test_names_from_nim(serve: Run, served: list[Any], monkeypatch: pytest.Monke
         (("--trust-remote-code",), "--trust-remote-code"),
         (("--enable-scale-out",), "--enable-scale-out"),
         (("--enable-prefix-caching", "--disable-radix-attention"), "--disable-radix-attention"),
-        (("--tool-call-parser-x", "hermes"), "--tool-call-parser-x"),
+        (("--tool-call-parser", "nobody"), "--tool-call-parser"),
+        (("--reasoning-parser", "nobody"), "--reasoning-parser"),
+        (("--enable-auto-tool-choice", "--tool-call-parser", "none"), "--enable-auto-tool-choice"),
+        (("--reasoning-field", "x"), "--reasoning-field"),
+        (("--no-such-flag", "x"), "--no-such-flag"),
         (("--served-model-name",), "--served-model-name"),
     ],
 )

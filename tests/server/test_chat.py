@@ -245,7 +245,6 @@ async def test_thinking_is_defined_only_when_asked(serve):
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
-        ({"tools": [TOOL]}, "tools"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": []}, "tools"),

@@ -207,7 +207,7 @@ async def test_render(serve):
             "image",
         ),
         ({"messages": [{"role": "user", "content": "a" * 400}]}, 400, "invalid_request_error", ""),
-        ({"tools": [TOOL]}, 400, "invalid_request_error", "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
         ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools.0.input_schema"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
         ({"tool_choice": {"type": "what"}}, 400, "invalid_request_error", "tool_choice.type"),

@@ -14,6 +14,7 @@ from tests.fakes import FULL, FakeRunner, ScriptedRunner, byte_tokenizer, check_
 from vkit.async_engine import AsyncLLM
 from vkit.inputs import InputProcessor
 from vkit.loading import LoadedModel
+from vkit.parsers.output import open_parsers
 from vkit.text.template import ChatTemplate
 
 EOS = 257
@@ -215,16 +216,19 @@ async def test_bad_temperatures(serve, model, value):
 # 7. A tool call cut by the token limit: also in test_chat with every limit
 
 
-async def test_cut_tool_calls_agree(serve, model, parsers):
-    text = '<call>f {"a":"xxxxxxxx"}</call>'
+async def test_cut_tool_calls_agree(serve, model):
+    text = '<tool_call>{"name":"f","arguments":{"a":"xxxxxxxx"}}</tool_call>'
     served = serve(model([*text.encode(), EOS]))
-    served.state.parsers = parsers
+    served.state.parsers = open_parsers("hermes")
     tool = {"type": "function", "function": {"name": "f"}}
     body = {"messages": [{"role": "user", "content": "p"}], "tools": [tool], "temperature": 0}
     for limit in range(1, len(text) + 2):
         whole = (await served.post("/v1/chat/completions", {**body, "max_tokens": limit})).json()["choices"][0]
         frames = await served.frames("/v1/chat/completions", {**body, "max_tokens": limit})
         assert frames[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
+        streamed = "".join(frame["choices"][0]["delta"].get("content", "") for frame in frames)
+        if whole["finish_reason"] == "tool_calls":
+            assert streamed == ""
         assert whole["finish_reason"] == ("tool_calls" if limit > len(text) else "length")
 
 

@@ -270,7 +270,7 @@ async def test_tools_of_other_kinds_are_echoed_and_named(serve):
         ({"truncation": "what"}, "truncation"),
         ({"metadata": {"a": 5}}, "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
         ({"tools": [{"type": "custom", "name": "g", "format": {"type": "grammar"}}]}, "tools.0.format"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -108,5 +108,11 @@ class ToyParsers:
     parses_tools = True
     parses_reasoning = True
 
+    def needs_special_tokens(self, context: ReplyContext) -> bool:
+        return False
+
+    def starts_reasoning(self, context: ReplyContext) -> bool:
+        return True
+
     def open(self, context: ReplyContext) -> ToyParser:
         return ToyParser(context)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vkit.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+
 DEFAULT_MAX_BODY_BYTES = 256 * 1024 * 1024
 QUIET_PATHS = (
     "/health",
@@ -16,6 +18,16 @@ QUIET_PATHS = (
     "/v1/health/ready",
 )
 """Probed by machines every few seconds; left out of the access log unless asked for."""
+
+
+def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Refuse names that no parser has.
+
+    Raises:
+        UsageError: naming the flag and what there is.
+    """
+    TOOL_PARSERS.check(tool_call_parser)
+    REASONING_PARSERS.check(reasoning_parser)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +78,8 @@ class ServerSettings:
     """Replaces the checkpoint's generation_config.json; None takes the checkpoint's."""
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     scheduling_policy: str = "fcfs"
+    tool_call_parser: str = "hermes"
+    reasoning_parser: str = "none"
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_field: str = "both"
     trust_request_chat_template: bool = True

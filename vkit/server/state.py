@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vkit import __version__
+from vkit.parsers.output import OutputParsers
 from vkit.server.engine_protocol import Engine
 from vkit.server.metrics import ServerMetrics
-from vkit.server.parsing import PlainParsers, ReplyParsers
+from vkit.server.parsing import ReplyParsers
 from vkit.server.problems import clip, not_found, unavailable
 from vkit.server.sampling import Defaults
 from vkit.server.settings import ServerSettings
@@ -46,7 +47,7 @@ class ServerState:
     def __init__(self, settings: ServerSettings, *, max_model_len: int | None = None) -> None:
         self.settings = settings
         self.metrics = ServerMetrics(settings.served_model_names[0], max_model_len)
-        self.parsers: ReplyParsers = PlainParsers()
+        self.parsers: ReplyParsers = OutputParsers(None, None)
         self.check_structured: Callable[[StructuredOutputs], None] | None = None
         """Compiles a constraint, raising InvalidRequest; None when nothing can enforce one."""
         self.created = int(time.time())

@@ -118,7 +118,7 @@ async def render_chat_completions(call: Call) -> Response[Any]:
         priority=prepared.priority,
         parse_context=render_context(prepared),
     )
-    item.reasoning_ended = None if not call.state.parsers.parses_reasoning else False
+    item.reasoning_ended = not call.state.parsers.starts_reasoning(prepared.context)
     return call.json(item)
 
 
@@ -164,6 +164,11 @@ async def prepare(call: Call, body: ChatBody, *, tool_use: ToolUse | None = None
     token_ids = truncate_prompt(token_ids, body, engine.max_model_len)
     room = room_for(len(token_ids), engine.max_model_len, "messages") if must_fit else engine.max_model_len
     params = build_params(body, wanted, state.defaults.values, room, engine.tokenizer)
+    context = ReplyContext(
+        text, token_ids, tool_use.tools, tool_use.choice, tool_use.name, tool_use.parallel, chat.variables
+    )
+    if state.parsers.needs_special_tokens(context):
+        params = params.with_(skip_special_tokens=False)
     last = chat.messages[-1]
     generates_new_turn = chat.add_generation_prompt and not chat.continue_final_message
     role = call.settings.response_role if generates_new_turn else str(last["role"])
@@ -176,9 +181,7 @@ async def prepare(call: Call, body: ChatBody, *, tool_use: ToolUse | None = None
         priority,
         tool_use,
         _echoed(last, role) if body.echo else "",
-        ReplyContext(
-            text, token_ids, tool_use.tools, tool_use.choice, tool_use.name, tool_use.parallel, chat.variables
-        ),
+        context,
         chat.variables,
     )
 

@@ -147,11 +147,9 @@ def resolved(state: ServerState, tools: tuple[Json, ...], kind: str, name: str |
     """The tools in use, if this server can act on them.
 
     Raises:
-        Problem: 400 when calls would not be recognised or could not be forced.
+        Problem: 400 when calls could not be forced.
     """
     if kind in ("required", "named") and state.check_structured is None:
         raise bad_request("tool_choice: this server cannot constrain output, so no call can be forced", "tool_choice")
-    if kind == "auto" and not state.parsers.parses_tools:
-        raise bad_request("tools: this server recognises no tool calls; use tool_choice 'none'", "tools")
     hidden = kind == "none" and state.settings.exclude_tools_when_tool_choice_none
     return ToolUse(tools, kind, name, parallel, () if hidden else tools)
