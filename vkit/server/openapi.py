@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 import msgspec
 from litestar.response.base import Response
 
 from vkit.server.call import Call
+from vkit.server.pages import load_page, page_reply
 from vkit.server.problems import AnthropicErrorBody, OpenAIErrorBody
 from vkit.server.routes import Parameter, Route
 from vkit.server.schema import Json
@@ -24,7 +24,7 @@ def document_routes(settings: ServerSettings, routes: Sequence[Route]) -> list[R
     """/openapi.json and /docs over the given routes; none when the operator turned them off."""
     if settings.disable_docs:
         return []
-    page = resources.files("vkit.server").joinpath("web/docs.html").read_bytes()
+    page = load_page("docs.html")
     document = b""
 
     async def openapi_json(call: Call) -> Response[Any]:
@@ -36,7 +36,7 @@ def document_routes(settings: ServerSettings, routes: Sequence[Route]) -> list[R
 
     async def docs(call: Call) -> Response[Any]:
         """The explorer, which needs nothing but this server."""
-        return Response(page, status_code=200, media_type="text/html")
+        return page_reply(call, page)
 
     own = [
         Route(
@@ -102,8 +102,8 @@ def _responses(row: Route, by_shape: dict[str, dict[str, Any]]) -> dict[str, Any
     success: dict[str, Any] = {"description": "Success"}
     if row.reply is not None:
         success["content"] = {"application/json": {"schema": by_shape[repr(row.reply)]}}
-    elif row.media_type != "application/json":
-        success["content"] = {row.media_type.split(";")[0]: {"schema": {"type": "string"}}}
+    if row.media_type != "application/json":
+        success.setdefault("content", {})[row.media_type.split(";")[0]] = {"schema": {"type": "string"}}
     if row.streams:
         success["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     error = by_shape[repr(AnthropicErrorBody if row.is_anthropic else OpenAIErrorBody)]

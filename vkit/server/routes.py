@@ -38,6 +38,7 @@ class Route:
     """Type of the JSON reply; None for one that is not JSON."""
     streams: bool = False
     media_type: str = "application/json"
+    """Of a reply that is not JSON; with `reply`, of what is sent to clients that ask for it instead."""
     parameters: tuple[Parameter, ...] = ()
     is_probe: bool = False
     """Left out of http_requests_total."""

@@ -97,7 +97,16 @@ def _probe_routes() -> list[Route]:
         )
 
     return [
-        Route(GET, "/", root, "What this server is", "health", needs_key=False, reply=RootReply),
+        Route(
+            GET,
+            "/",
+            root,
+            "What this server is; the built-in page for browsers",
+            "health",
+            needs_key=False,
+            reply=RootReply,
+            media_type="text/html",
+        ),
         probe(GET, "/health", health, "Whether the process lives", None),
         probe(("GET", "POST"), "/ping", health, "Whether the process lives", None),
         probe(GET, "/version", version, "Version", VersionReply),

@@ -14,6 +14,7 @@ from vkit import __version__
 from vkit.server.call import Call
 from vkit.server.lowlevel.schemas import LoadReply, ResetReply, RootReply, ServerInfoReply, VersionReply
 from vkit.server.metrics import CONTENT_TYPE
+from vkit.server.pages import load_page, page_reply, prefers_html
 from vkit.server.problems import bad_request
 from vkit.server.state import Phase
 
@@ -44,8 +45,10 @@ async def metrics(call: Call) -> Response[Any]:
 
 
 async def root(call: Call) -> Response[Any]:
-    """Tells a probing client what it is talking to."""
-    return call.json(RootReply())
+    """Tells a probing client what it is talking to; a browser gets the built-in page."""
+    if prefers_html(call.header("accept")):
+        return page_reply(call, load_page("index.html"))
+    return call.json(RootReply(), headers={"vary": "Accept"})
 
 
 async def server_info(call: Call) -> Response[Any]:
