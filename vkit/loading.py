@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vkit import discovery
+from vkit import discovery, kernels
 from vkit.cache.groups import LayerCacheSpec, group_layers
 from vkit.config import CacheGroupFacts, DeviceFacts, EngineArgs, EngineConfig, ModelFacts
 from vkit.device import Device, find_device
@@ -179,6 +179,7 @@ class CheckedModel:
         """
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
         torch.set_num_threads(config.threads)
+        kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
         resident = ResidentModel(checkpoint, config, progress)
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins, checks = _plugins(vocab_size)
