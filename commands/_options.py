@@ -202,6 +202,10 @@ class EngineFlags:
         Literal["fast", "exact"],
         _engine_option("--cpu-precision", help="exact keeps activations in floating point."),
     ] = "fast"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _engine_option("--kv-cache-dtype", help="How keys and values are kept."),
+    ] = "auto"
     gguf_dequantize: Annotated[
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
     ] = False

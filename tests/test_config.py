@@ -58,6 +58,7 @@ def device_facts(**changes: Any) -> DeviceFacts:
         ("hf_overrides", "[1]", "--hf-overrides"),
         ("threads", -1, "--threads"),
         ("cpu_precision", "sloppy", "--cpu-precision"),
+        ("kv_cache_dtype", "int3", "--kv-cache-dtype"),
         ("prefix_caching_hash_algo", "crc32", "--prefix-caching-hash-algo"),
         ("seed", 2**64, "--seed"),
     ],
@@ -235,6 +236,22 @@ class TestOtherDecisions:
     def test_dtype(self, asked: str, own: str, expected: str) -> None:
         config = EngineArgs(model="m", dtype=asked).resolve(model_facts(dtype=own), device_facts())
         assert config.dtype == expected
+
+    @pytest.mark.parametrize(
+        ("args", "own", "dtypes", "expected"),
+        [
+            ({}, "bfloat16", {"float32"}, "bfloat16"),
+            ({}, "float16", {"float32"}, "bfloat16"),
+            ({}, "float32", {"float32"}, "float32"),
+            ({}, "bfloat16", {"float32", "bfloat16"}, "bfloat16"),
+            ({"cpu_precision": "exact"}, "bfloat16", {"float32"}, "float32"),
+            ({"dtype": "float32"}, "bfloat16", {"float32"}, "float32"),
+            ({"kv_cache_dtype": "float16"}, "bfloat16", {"float32"}, "float16"),
+        ],
+    )
+    def test_kv_cache_dtype(self, args: dict[str, Any], own: str, dtypes: set[str], expected: str) -> None:
+        device = device_facts(dtypes=frozenset(dtypes))
+        assert EngineArgs(model="m", **args).resolve(model_facts(dtype=own), device).kv_cache_dtype == expected
 
     def test_threads_and_overlap_come_from_the_device(self) -> None:
         config = EngineArgs(model="m").resolve(model_facts(), device_facts(num_threads=7))

@@ -164,6 +164,8 @@ class EngineArgs:
     threads: int = 0
     """CPU threads; 0: as many as this process may use."""
     cpu_precision: str = "fast"
+    kv_cache_dtype: str = "auto"
+    """How keys and values are kept; auto: see `resolve_kv_cache_dtype`."""
     gguf_dequantize: bool = False
     """Expand GGUF blocks to the compute dtype at load instead of keeping them packed."""
     no_mmap: bool = False
@@ -182,6 +184,7 @@ class EngineArgs:
         _check_choice("prefix_caching_hash_algo", self.prefix_caching_hash_algo, PREFIX_CACHING_HASH_ALGOS)
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         _check_choice("cpu_precision", self.cpu_precision, CPU_PRECISIONS)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
         _check_int("block_size", self.block_size, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
         _check_int("max_logprobs", self.max_logprobs, -1)
@@ -292,6 +295,7 @@ class EngineArgs:
             deterministic=self.deterministic,
             threads=self.threads or device.num_threads,
             cpu_precision=self.cpu_precision,
+            kv_cache_dtype=resolve_kv_cache_dtype(self, model.dtype, device),
             gguf_dequantize=self.gguf_dequantize,
             no_mmap=self.no_mmap,
             notes=tuple(notes),
@@ -331,6 +335,7 @@ class EngineConfig:
     deterministic: bool
     threads: int
     cpu_precision: str
+    kv_cache_dtype: str
     gguf_dequantize: bool
     no_mmap: bool
     notes: tuple[str, ...] = ()
@@ -392,6 +397,19 @@ def resolve_dtype(asked: str, checkpoint_dtype: str, device: DeviceFacts) -> str
     if asked != "auto":
         return asked
     return checkpoint_dtype if checkpoint_dtype in device.dtypes else "float32"
+
+
+def resolve_kv_cache_dtype(args: EngineArgs, checkpoint_dtype: str, device: DeviceFacts) -> str:
+    """What keys and values are kept in: the dtype asked for; for auto the compute dtype, or bfloat16 where that is wider.
+
+    On a CPU activations are float32 whatever the weights are; halving the cache halves what attention reads. Not so for
+    float32 checkpoints, which ask for full precision, nor with `--cpu-precision exact`.
+    """
+    if args.kv_cache_dtype != "auto":
+        return args.kv_cache_dtype
+    dtype = resolve_dtype(args.dtype, checkpoint_dtype, device)
+    is_wider = dtype == "float32" and args.dtype == "auto" and checkpoint_dtype != "float32"
+    return "bfloat16" if device.kind == "cpu" and is_wider and args.cpu_precision == "fast" else dtype
 
 
 def size_pool(

@@ -15,9 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vkit import discovery
+from vkit import discovery, kernels
 from vkit.cache.groups import LayerCacheSpec, group_layers
-from vkit.config import CacheGroupFacts, DeviceFacts, EngineArgs, EngineConfig, ModelFacts
+from vkit.config import (
+    CacheGroupFacts,
+    DeviceFacts,
+    EngineArgs,
+    EngineConfig,
+    ModelFacts,
+    resolve_dtype,
+    resolve_kv_cache_dtype,
+)
 from vkit.device import Device, find_device
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
@@ -179,6 +187,7 @@ class CheckedModel:
         """
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
         torch.set_num_threads(config.threads)
+        kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
         resident = ResidentModel(checkpoint, config, progress)
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins, checks = _plugins(vocab_size)
@@ -260,14 +269,14 @@ class _Provisional:
 
     device: str
     dtype: str
+    kv_cache_dtype: str
     max_model_len: int
 
 
 def _provisional(args: EngineArgs, checkpoint: Checkpoint, device: Device) -> _Provisional:
-    facts = _device_facts(device)
-    dtype = _checkpoint_dtype(checkpoint)
-    chosen = args.dtype if args.dtype != "auto" else dtype if dtype in facts.dtypes else "float32"
-    return _Provisional(device.kind, chosen, args.max_model_len or _context_limit(checkpoint))
+    facts, own = _device_facts(device), _checkpoint_dtype(checkpoint)
+    dtype, cache_dtype = resolve_dtype(args.dtype, own, facts), resolve_kv_cache_dtype(args, own, facts)
+    return _Provisional(device.kind, dtype, cache_dtype, args.max_model_len or _context_limit(checkpoint))
 
 
 def _device_facts(device: Device) -> DeviceFacts:
@@ -314,8 +323,9 @@ def _context_limit(checkpoint: Checkpoint) -> int:
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
-    config = HFConfig(checkpoint.config)
-    return config.text("dtype", "torch_dtype", default="float32").removeprefix("torch.")
+    """What the checkpoint's values are; a GGUF file of packed weights says nothing, and is no float32 file."""
+    default = "bfloat16" if checkpoint.format == "gguf" else "float32"
+    return HFConfig(checkpoint.config).text("dtype", "torch_dtype", default=default).removeprefix("torch.")
 
 
 def _chat_template(tokenizer: Tokenizer, override: str | None) -> ChatTemplate | None:

@@ -6,6 +6,7 @@
 // threads nor the other sequences change how anything is summed. Source: Dao et al. 2022, algorithm 1.
 #pragma once
 
+#include "dense.h"
 #include "rows.h"
 
 namespace {
@@ -67,7 +68,7 @@ struct Attention {
 
 // p: q, k cache, v cache, out, block table, rows, lengths, cu_seqlens, sinks float32 or null. n: H, K, D, Dv, dtype, q
 // stride, q head stride, out stride, cache dtype, block size, then block, token and head stride of the k cache and of the
-// v cache, table stride, window or 0. f: scale, cap or 0. Rows are sequences.
+// v cache, table stride, window or 0, whether the cache is tiled. f: scale, cap or 0. Rows are sequences.
 Attention open_attention(const VkOp* op, const VkStep* step) {
     Attention a;
     a.op = op;
@@ -146,24 +147,46 @@ struct TileMemory {
     }
 };
 
-// 64 keys from `first` on into lanes (key[chunk][d][16]) and 64 values into rows; what lies past `end` repeats the last.
-VK_INLINE void load_keys(const Attention& a, const TileMemory& m, const int32_t* table, int64_t head, int64_t first, int64_t end) {
+// Where keys first .. first + 63 and their values lie; what is past `end` repeats the last.
+VK_INLINE void find_keys(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t end,
+                         const void* key[KEYS], const void* value[KEYS]) {
     const int64_t *ks = a.op->n + 10, *vs = a.op->n + 13;
+    int64_t block = first / a.block_size, offset = first % a.block_size;
+    const void *k = nullptr, *v = nullptr;
+    for (int i = 0; i < KEYS; ++i) {
+        if (first + i >= end) {
+            key[i] = key[i - 1];
+            value[i] = value[i - 1];
+            continue;
+        }
+        if (!i || offset == a.block_size) {
+            if (i) ++block, offset = 0;
+            k = row_at(a.k, table[block] * ks[0] + head * ks[2], a.cache_dtype);
+            v = row_at(a.v, table[block] * vs[0] + head * vs[2], a.cache_dtype);
+        }
+        key[i] = row_at(k, offset * ks[1], a.cache_dtype);
+        value[i] = row_at(v, offset * vs[1], a.cache_dtype);
+        ++offset;
+    }
+}
+
+// One head's rows lie apart, between those of the other heads, so the processor does not see them coming.
+VK_INLINE void expect_keys(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t end) {
+    if (first >= end) return;
+    const void *key[KEYS], *value[KEYS];
+    find_keys(a, table, head, first, end, key, value);
+    const int64_t k_bytes = a.d * dtype_size(a.cache_dtype), v_bytes = a.dv * dtype_size(a.cache_dtype);
+    for (int i = 0; i < KEYS; ++i) {
+        for (int64_t at = 0; at < k_bytes; at += 64) vk_prefetch_far((const char*)key[i] + at);
+        for (int64_t at = 0; at < v_bytes; at += 64) vk_prefetch_far((const char*)value[i] + at);
+    }
+}
+
+// 64 keys from `first` on into lanes (key[chunk][d][16]) and 64 values into rows.
+VK_INLINE void load_keys(const Attention& a, const TileMemory& m, const int32_t* table, int64_t head, int64_t first, int64_t end) {
     const int64_t d16 = padded(a.d), dv16 = padded(a.dv);
     const void *key[KEYS], *value[KEYS];
-    int64_t last_block = -1;
-    const void *k_block = nullptr, *v_block = nullptr;
-    for (int i = 0; i < KEYS; ++i) {
-        const int64_t at = first + i < end ? first + i : end - 1;
-        const int64_t block = at / a.block_size, offset = at % a.block_size;
-        if (block != last_block) {
-            last_block = block;
-            k_block = row_at(a.k, table[block] * ks[0] + head * ks[2], a.cache_dtype);
-            v_block = row_at(a.v, table[block] * vs[0] + head * vs[2], a.cache_dtype);
-        }
-        key[i] = row_at(k_block, offset * ks[1], a.cache_dtype);
-        value[i] = row_at(v_block, offset * vs[1], a.cache_dtype);
-    }
+    find_keys(a, table, head, first, end, key, value);
     for (int chunk = 0; chunk < KEYS / 16; ++chunk) {
         if (first + 16 * chunk >= end) break;
         for (int64_t i = 0; i < a.d; i += 16) {
@@ -236,7 +259,8 @@ VK_INLINE VF cap_scores(VF s, float cap) {
 static const float LANE[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Turns a row's scores of keys first .. first + 63 into weights, given that it sees keys low .. high - 1.
-VK_INLINE void soften_row(const Attention& a, const TileMemory& m, int r, int64_t first, int64_t low, int64_t high) {
+template <class Store>
+VK_INLINE void soften_row(const Attention& a, const TileMemory& m, int r, int64_t first, int64_t low, int64_t high, Store store) {
     float* s = m.score + r * KEYS;
     const int64_t dv16 = padded(a.dv);
     VF v[KEYS / 16];
@@ -265,17 +289,41 @@ VK_INLINE void soften_row(const Attention& a, const TileMemory& m, int r, int64_
         m.max[r] = top;
     }
     if (m.max[r] == -INFINITY) {  // nothing seen yet
-        for (int c = 0; c < KEYS / 16; ++c) vf_store(s + 16 * c, vf_zero());
+        for (int c = 0; c < KEYS / 16; ++c) v[c] = vf_zero();
+        store(s, v);
         return;
     }
     VF total = vf_zero();
+VK_UNROLL(4)
     for (int c = 0; c < KEYS / 16; ++c) {
         // vf_exp clamps at -87, which would give masked keys a weight of 1e-38: below half a unit of any sum that counts.
-        const VF e = vf_exp(vf_sub(v[c], vf_set1(m.max[r])));
-        total = vf_add(total, e);
-        vf_store(s + 16 * c, e);
+        v[c] = vf_exp(vf_sub(v[c], vf_set1(m.max[r])));
+        total = vf_add(total, v[c]);
     }
+    store(s, v);
     m.sum[r] += vf_sum(total);
+}
+
+struct StoreFloats {
+    VK_INLINE void put(float* s, const VF v[KEYS / 16]) {
+        for (int c = 0; c < KEYS / 16; ++c) vf_store(s + 16 * c, v[c]);
+    }
+};
+
+// What each row of a tile sees, and the start of its softmax.
+struct Sight {
+    int64_t low[TILE_ROWS], high[TILE_ROWS];
+};
+VK_INLINE const void* begin_row(const Attention& a, const TileMemory& m, const Cut& c, int64_t b, int64_t head, int64_t base, int r,
+                                Sight* sight) {
+    const int64_t dv16 = padded(a.dv), token = (base + r) / a.group, h = head * a.group + (base + r) % a.group;
+    const int64_t position = c.length - c.queries + token;
+    sight->high[r] = position + 1;
+    sight->low[r] = a.window && position - a.window + 1 > 0 ? position - a.window + 1 : 0;
+    m.max[r] = -INFINITY;
+    m.sum[r] = 0;
+    for (int64_t i = 0; i < dv16; i += 16) vf_store(m.out + r * dv16 + i, vf_zero());
+    return row_at(a.q, (a.cu[b] + token) * a.op->n[5] + h * a.op->n[6], a.dtype);
 }
 
 // One tile's keys begin .. end - 1 (only those some row sees). Row r is token (base + r) / group of the sequence.
@@ -284,21 +332,15 @@ void attend_tile(const Attention& a, const TileMemory& m, int64_t b, int64_t hea
     const Cut c = cut_of(a, b);
     const int64_t d16 = padded(a.d), dv16 = padded(a.dv);
     const int32_t* table = a.table + a.rows[b] * a.table_stride;
-    int64_t low[TILE_ROWS], high[TILE_ROWS];
+    Sight sight;
     for (int r = 0; r < rows; ++r) {
-        const int64_t token = (base + r) / a.group, h = head * a.group + (base + r) % a.group;
-        const int64_t position = c.length - c.queries + token;
-        high[r] = position + 1;
-        low[r] = a.window && position - a.window + 1 > 0 ? position - a.window + 1 : 0;
-        const void* q = row_at(a.q, (a.cu[b] + token) * a.op->n[5] + h * a.op->n[6], a.dtype);
+        const void* q = begin_row(a, m, c, b, head, base, r, &sight);
         for (int64_t i = 0; i < a.d; i += 16)
             vf_store(m.q + r * d16 + i, vf_mul(load_upto(q, a.dtype, i, a.d), vf_set1(a.scale)));
-        m.max[r] = -INFINITY;
-        m.sum[r] = 0;
-        for (int64_t i = 0; i < dv16; i += 16) vf_store(m.out + r * dv16 + i, vf_zero());
     }
     for (int64_t first = begin; first < end; first += KEYS) {
         load_keys(a, m, table, head, first, end);
+        expect_keys(a, table, head, first + KEYS, end);
         const int keys = (int)(end - first < KEYS ? end - first : KEYS);
         for (int chunk = 0; 16 * chunk < keys; ++chunk) {
             const float* key = m.key + chunk * d16 * 16;
@@ -311,11 +353,42 @@ void attend_tile(const Attention& a, const TileMemory& m, int64_t b, int64_t hea
             for (; r < rows; ++r) score_rows<1>(m.q + r * d16, a.d, d16, key, score + r * KEYS);
         }
         for (int r = 0; r < rows; ++r)
-            soften_row(a, m, r, first, low[r], high[r] < first + keys ? high[r] : first + keys);
+            soften_row(a, m, r, first, sight.low[r], sight.high[r] < first + keys ? sight.high[r] : first + keys, StoreFloats::put);
         int r = 0;
         for (; r + 4 <= rows; r += 4) mix_columns<4>(m.score + r * KEYS, m.value, dv16, keys, m.out + r * dv16);
         for (; r < rows; ++r) mix_columns<1>(m.score + r * KEYS, m.value, dv16, keys, m.out + r * dv16);
     }
+}
+
+}  // namespace
+
+// The tiled cache, with and without the bfloat16 dot product.
+#define VK_TILED tiled
+#define VK_DOT 0
+#include "attention_tiled.h"
+#undef VK_TILED
+#undef VK_DOT
+#if defined(__AVX512BW__)
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+#define VK_TILED tiled_dot
+#define VK_DOT 1
+#include "attention_tiled.h"
+#undef VK_TILED
+#undef VK_DOT
+#pragma GCC pop_options
+#endif
+
+namespace {
+
+VK_INLINE void attend(const Attention& a, const TileMemory& m, int64_t b, int64_t head, int64_t base, int rows, int64_t begin,
+                      int64_t end) {
+    if (!a.op->n[18]) return attend_tile(a, m, b, head, base, rows, begin, end);
+    if (a.cache_dtype == VK_F32) return tiled::attend_floats(a, m, b, head, base, rows, begin, end);
+#if defined(__AVX512BW__)
+    if (HAS_BF16) return tiled_dot::attend_pairs(a, m, b, head, base, rows, begin, end);
+#endif
+    tiled::attend_pairs(a, m, b, head, base, rows, begin, end);
 }
 
 // Divides by the softmax's sum, a sink included, and writes the row.
@@ -363,7 +436,7 @@ void op_attention(const VkOp* op, const VkStep* step, VkCtx* ctx) {
             begin = c.first_key + part * SPLIT_KEYS;
             end = begin + SPLIT_KEYS < end ? begin + SPLIT_KEYS : end;
         }
-        attend_tile(a, m, b, head, base, rows, begin, end);
+        attend(a, m, b, head, base, rows, begin, end);
         if (c.parts > 1) {
             float* to = (float*)ctx->shared + ((stored[b] * a.kv_heads) + head * c.parts + part) * part_size;
             for (int r = 0; r < rows; ++r) {

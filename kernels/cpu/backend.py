@@ -7,8 +7,10 @@ from dataclasses import replace
 import torch
 
 from vkit.kernels import dispatch
+from vkit.kernels.cpu.cache import kv_layout
+from vkit.kernels.cpu.dtypes import DTYPE_IDS
 from vkit.kernels.cpu.library import LibraryError, load_library
-from vkit.kernels.cpu.ops import DTYPE_IDS, Operations
+from vkit.kernels.cpu.ops import Operations
 from vkit.kernels.cpu.program import StepFunction, StepRunner
 from vkit.kernels.cpu.threads import usable_threads
 
@@ -45,7 +47,7 @@ def _backend() -> dispatch.Backend:
         library.set_num_threads(num_threads)
         operations.is_exact = is_exact
 
-    return replace(refused, find=find, wrap_step=wrap_step, configure=configure)
+    return replace(refused, find=find, wrap_step=wrap_step, kv_layout=kv_layout, configure=configure)
 
 
 dispatch.register_backend(_backend())

@@ -145,8 +145,37 @@ VK_INLINE void convert_row(void* to, int32_t to_dtype, const void* from, int32_t
     for (int64_t i = 0; i < n; i += 16) store_upto(to, to_dtype, i, n, load_upto(from, from_dtype, i, n));
 }
 
-// p: k, v, k cache, v cache, slots int64. n: K, -, D, Dv, dtype, k stride, v stride, k head stride, v head stride, cache
-// dtype, block size, then block, token and head stride of the k cache, and of the v cache.
+// One head's key and value into a tiled cache (see attention_tiled.h): `at` is the token's place in its block.
+VK_INLINE void write_tiled(const VkOp* op, int part, const void* from, int32_t dtype, void* block, int64_t at) {
+    const int64_t width = op->n[2 + part];
+    const bool is_float = op->n[9] == VK_F32;
+    for (int64_t i = 0; i < width; i += 16) {
+        const int n = (int)(width - i < 16 ? width - i : 16);
+        const VF v = load_upto(from, dtype, i, width);
+        if (is_float && part) {
+            store_upto((float*)block + at * width, VK_F32, i, width, v);
+        } else if (is_float) {
+            float lanes[16];
+            vf_store(lanes, v);
+            float* to = (float*)block + (at / 16 * width + i) * 16 + at % 16;
+            for (int j = 0; j < n; ++j) to[16 * j] = lanes[j];
+        } else {
+            uint16_t lanes[16];
+            vf_store_bf16(lanes, v);
+            uint16_t* to = (uint16_t*)block;
+            if (part) {
+                to += (at / 2 * width + i) * 2 + at % 2;
+                for (int j = 0; j < n; ++j) to[2 * j] = lanes[j];
+            } else {
+                to += (at / 16 * width + i) * 16 + at % 16 * 2;
+                for (int j = 0; j < n; ++j) to[j / 2 * 32 + j % 2] = lanes[j];
+            }
+        }
+    }
+}
+
+// p: k, v, k cache, v cache, slots int64. n: K, whether the cache is tiled, D, Dv, dtype, k stride, v stride, k head stride,
+// v head stride, cache dtype, block size, then block, token and head stride of the k cache, and of the v cache.
 void op_write_kv(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     const int32_t dtype = (int32_t)op->n[4], cache_dtype = (int32_t)op->n[9];
     vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
@@ -157,8 +186,9 @@ void op_write_kv(const VkOp* op, const VkStep* step, VkCtx* ctx) {
             const int64_t* strides = op->n + 11 + 3 * part;
             for (int64_t h = 0; h < op->n[0]; ++h) {
                 const void* from = row_at(op->p[part], row * op->n[5 + part] + h * op->n[7 + part], dtype);
-                void* to = row_at(op->p[2 + part], block * strides[0] + offset * strides[1] + h * strides[2], cache_dtype);
-                convert_row(to, cache_dtype, from, dtype, op->n[2 + part]);
+                void* to = row_at(op->p[2 + part], block * strides[0] + h * strides[2], cache_dtype);
+                if (op->n[1]) write_tiled(op, part, from, dtype, to, offset);
+                else convert_row(row_at(to, offset * strides[1], cache_dtype), cache_dtype, from, dtype, op->n[2 + part]);
             }
         }
     });

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.cpu.cache import Cache
+from vkit.kernels.cpu.dtypes import DTYPE_IDS
 from vkit.kernels.cpu.library import ROWS_SEQS, Library, Op, make_op
 from vkit.kernels.cpu.tape import Eager, Node, Recording, Region, Tape, current
 from vkit.kernels.cpu.weights import PACKED_FORMATS, WeightCache, block_kind
 from vkit.kernels.paged import PagedBatch
 
-DTYPE_IDS: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 EPILOGUES = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 UNARY_IDS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5, "sigmoid": 6, "tanh": 7}
 _SOFT_CAP = 8
@@ -395,25 +396,21 @@ class Operations:
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """Store k and v at their slots."""
-        caches = k_cache.dtype in DTYPE_IDS and v_cache.dtype is k_cache.dtype and v.dtype is k.dtype
-        if not caches or not _are_heads(k, None) or not _are_heads(v, None) or not slot_mapping.is_contiguous():
+        cache = Cache.of(k_cache, v_cache)
+        heads = _are_heads(k, None) and _are_heads(v, None) and v.dtype is k.dtype and slot_mapping.is_contiguous()
+        if cache is None or not heads:
+            if cache is not None and cache.is_tiled:
+                raise ValueError(
+                    f"write_kv: k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}, expected rows of heads"
+                )
             self._fallback("write_kv", k, v, k_cache, v_cache, slot_mapping)
             return
         tape = self.tape
         rows, factor = tape.rows(k.shape[:1])
         numbers = (
-            *(
-                k.shape[1],
-                0,
-                k.shape[2],
-                v.shape[2],
-                DTYPE_IDS[k.dtype],
-                k.stride(0),
-                v.stride(0),
-                k.stride(1),
-                v.stride(1),
-            ),
-            *(DTYPE_IDS[k_cache.dtype], k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3]),
+            *(k.shape[1], int(cache.is_tiled), k.shape[2], v.shape[2], DTYPE_IDS[k.dtype]),
+            *(k.stride(0), v.stride(0), k.stride(1), v.stride(1)),
+            *(DTYPE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
         )
         pointers = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr())
         op = make_op("WRITE_KV", rows, pointers, numbers, row_factor=factor)
@@ -433,17 +430,18 @@ class Operations:
     ) -> Tensor:
         """softmax(mask(cap(scale · q kᵀ))) v for every query against its own sequence."""
         contiguous = all(x.is_contiguous() for x in (batch.rows, batch.seq_lens, batch.cu_seqlens))
-        caches = k_cache.dtype in DTYPE_IDS and v_cache.dtype is k_cache.dtype
-        strides = k_cache.stride(3) == v_cache.stride(3) == batch.block_table.stride(1) == 1
-        if not (contiguous and caches and strides and _are_heads(q, None)):
+        cache = Cache.of(k_cache, v_cache)
+        if cache is None or not contiguous or batch.block_table.stride(1) != 1 or not _are_heads(q, None):
+            if cache is not None and cache.is_tiled:
+                raise ValueError(f"paged_attention: q {tuple(q.shape)} {q.stride()}, expected rows of heads")
             return self._fallback("paged_attention", q, k_cache, v_cache, batch, scale, window, soft_cap, sinks)
         tape = self.tape
-        num_heads, width = q.shape[1], v_cache.shape[3]
+        num_heads, width = q.shape[1], cache.value_dim
         out = tape.empty((q.shape[0], num_heads, width), q.dtype)
         numbers = (
-            *(num_heads, k_cache.shape[2], q.shape[2], width, DTYPE_IDS[q.dtype], q.stride(0), q.stride(1)),
-            *(num_heads * width, DTYPE_IDS[k_cache.dtype], k_cache.shape[1], *k_cache.stride()[:3]),
-            *(*v_cache.stride()[:3], batch.block_table.stride(0), window or 0),
+            *(num_heads, cache.num_heads, q.shape[2], width, DTYPE_IDS[q.dtype], q.stride(0), q.stride(1)),
+            *(num_heads * width, DTYPE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
+            *(batch.block_table.stride(0), window or 0, int(cache.is_tiled)),
         )
         pointers: Pointers = (
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), batch.block_table.data_ptr()),
@@ -454,14 +452,13 @@ class Operations:
                 self._float_constant(sinks),
             ),
         )
-        is_recording = isinstance(tape, Recording)
-        rows = ROWS_SEQS if is_recording else len(batch.host_seq_lens)
+        rows = ROWS_SEQS if isinstance(tape, Recording) else len(batch.host_seq_lens)
         reads = [_heads_region(q), _whole(k_cache), _whole(v_cache)]
         writes = [region(out.flatten(1))]
-        ops = [
+        attend, join = (
             make_op(name, rows, pointers, numbers, (scale, soft_cap or 0.0)) for name in ("ATTENTION", "ATTENTION_JOIN")
-        ]
-        tape.put([Node(ops[0], reads, writes), Node(ops[1], writes, writes)])
+        )
+        tape.put([Node(attend, reads, writes), Node(join, writes, writes)])
         return out
 
     # ---------------------------------------------------------------------------------------- helpers

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vkit.kernels.cpu.cache import kv_layout
 from vkit.kernels.cpu.library import Library
 from vkit.kernels.cpu.ops import Operations
 from vkit.kernels.paged import PagedBatch
@@ -171,6 +172,84 @@ def test_attention(
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
+def tiled(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The same cache in the layout of kv_layout, between guard bytes; written by hand, element by element of a tile."""
+    (num_blocks, size, heads, dim), value_dim = k.shape, v.shape[3]
+    pages = torch.full((num_blocks, (k[0].numel() + v[0].numel()) * k.element_size() + 64), 255, dtype=torch.uint8)
+    tiled_k, tiled_v = kv_layout(pages, size, heads, (dim, value_dim), k.dtype)
+    by_head_k, by_head_v = k.transpose(1, 2), v.transpose(1, 2)
+    if k.dtype is torch.float32:
+        tiled_k.copy_(by_head_k.unflatten(2, (size // 16, 16)).transpose(3, 4))
+        tiled_v.copy_(by_head_v)
+    else:
+        tiled_k.copy_(by_head_k.reshape(num_blocks, heads, size // 16, 16, dim // 2, 2).transpose(3, 4))
+        tiled_v.copy_(by_head_v.reshape(num_blocks, heads, size // 2, 2, value_dim).transpose(3, 4))
+    return tiled_k, tiled_v
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dims", "block_size"), [(6, 2, (16, 16), 16), (5, 1, (24, 40), 32), (20, 2, (80, 80), 16)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiled_attention(
+    case: str,
+    heads: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    level: str,
+    operations: Operations,
+) -> None:
+    queries, lengths = CASES[case]
+    num_blocks = sum(-(-length // block_size) for length in lengths) + 5
+    batch = paged_batch(queries, lengths, block_size, num_blocks)
+    k_cache, v_cache = caches(num_blocks, block_size, kv_heads, dims, dtype)
+    tiles = tiled(k_cache, v_cache)
+    assert [x.ndim for x in tiles] == ([6, 5] if dtype is torch.bfloat16 else [5, 4])
+    q, sinks = torch.randn(sum(queries), heads, dims[0]), torch.randn(heads)
+    # The dot product of bfloat16 rounds queries and weights to 8 bits.
+    tolerance = 2e-5 if dtype is torch.float32 else 2e-2
+    for window, cap, sink in ((None, None, None), (9, None, None), (100, 5.0, sinks), (600, None, sinks)):
+        got = operations.paged_attention(q, *tiles, batch, dims[0] ** -0.5, window, cap, sink)
+        expected = OPS["paged_attention"](q, k_cache, v_cache, batch, dims[0] ** -0.5, window, cap, sink)
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+def test_tiled_write_kv(dtype: torch.dtype, cache_dtype: torch.dtype, level: str, operations: Operations) -> None:
+    plain = caches(4, 32, 2, (18, 20), cache_dtype)
+    tiles = tiled(*plain)
+    k, v = torch.randn(6, 2, 18).to(dtype), torch.randn(6, 2, 20).to(dtype)
+    slots = torch.tensor([3, 127, -1, 64, 33, 18])
+    operations.write_kv(k, v, *tiles, slots)
+    OPS["write_kv"](k, v, *plain, slots)
+    for got, expected in zip(tiles, tiled(*plain), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_tiled_cache_never_meets_the_reference(operations: Operations) -> None:
+    tiles = tiled(*caches(4, 32, 2, (16, 16), torch.float32))
+    x = torch.randn(3, 16, 2).transpose(1, 2)
+    with pytest.raises(ValueError, match="write_kv: k "):
+        operations.write_kv(x, x, *tiles, torch.tensor([0, 1, 2]))
+    with pytest.raises(ValueError, match="paged_attention: q "):
+        operations.paged_attention(x, *tiles, paged_batch([3], [3], 32, 4), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "dims", "dtype"),
+    [(8, (16, 16), torch.float32), (16, (16, 16), torch.float16), (16, (15, 16), torch.bfloat16)],
+)
+def test_what_cannot_be_tiled_is_plain(block_size: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    pages = torch.zeros(3, block_size * 2 * sum(dims) * dtype.itemsize, dtype=torch.uint8)
+    k, v = kv_layout(pages, block_size, 2, dims, dtype)
+    assert k.shape == (3, block_size, 2, dims[0])
+    assert v.shape == (3, block_size, 2, dims[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_write_kv(dtype: torch.dtype, cache_dtype: torch.dtype, level: str, operations: Operations) -> None:
@@ -212,14 +291,17 @@ def test_attention_does_not_depend_on_threads_or_batch_mates(library: Library, o
 
 def test_masked_rubbish_does_not_leak(level: str, operations: Operations) -> None:
     """Slots past a sequence's end, and blocks before its window, may hold NaN."""
-    batch = paged_batch([1, 3], [21, 10], 16, 8)
-    k_cache, v_cache = caches(8, 16, 1, (16, 16), torch.float32)
-    for b, length in enumerate((21, 10)):
-        last = batch.block_table[batch.rows[b], (length - 1) // 16]
-        k_cache[last, length % 16 :] = math.nan
-        v_cache[last, length % 16 :] = math.nan
-    q = torch.randn(4, 2, 16)
-    assert operations.paged_attention(q, k_cache, v_cache, batch, 0.25).isfinite().all()
-    first = batch.block_table[batch.rows[0], 0]
-    k_cache[first], v_cache[first] = math.nan, math.nan
-    assert operations.paged_attention(q, k_cache, v_cache, batch, 0.25, window=5)[:1].isfinite().all()
+    for dtype, is_tiled in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True)):
+        batch = paged_batch([1, 3], [21, 10], 16, 8)
+        k_cache, v_cache = caches(8, 16, 1, (16, 16), dtype)
+        for b, length in enumerate((21, 10)):
+            last = batch.block_table[batch.rows[b], (length - 1) // 16]
+            k_cache[last, length % 16 :] = math.nan
+            v_cache[last, length % 16 :] = math.nan
+        q = torch.randn(4, 2, 16)
+        cache = tiled(k_cache, v_cache) if is_tiled else (k_cache, v_cache)
+        assert operations.paged_attention(q, *cache, batch, 0.25).isfinite().all()
+        first = batch.block_table[batch.rows[0], 0]
+        k_cache[first], v_cache[first] = math.nan, math.nan
+        cache = tiled(k_cache, v_cache) if is_tiled else (k_cache, v_cache)
+        assert operations.paged_attention(q, *cache, batch, 0.25, window=5)[:1].isfinite().all()

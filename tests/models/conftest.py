@@ -35,6 +35,7 @@ class Options:
 
     device: str = "cpu"
     dtype: str = "float32"
+    kv_cache_dtype: str = "float32"
     max_model_len: int = 128
     block_size: int = 16
     max_num_seqs: int = 4

@@ -26,7 +26,7 @@ class CacheOwner(Module):
     """Index in the model, by which the cache finds its tensors."""
 
     def cache_spec(self, dtype: torch.dtype) -> LayerCacheSpec:
-        """What it keeps, for activations of `dtype`."""
+        """What it keeps, keys and values as `dtype`."""
         raise NotImplementedError
 
 

@@ -28,6 +28,10 @@ class ModelConfig(Protocol):
         """Type of activations, by torch's name."""
 
     @property
+    def kv_cache_dtype(self) -> str:
+        """Type of cached keys and values, by torch's name."""
+
+    @property
     def max_model_len(self) -> int:
         """Positions that can occur."""
 
@@ -93,9 +97,10 @@ class CausalLM(Module):
     def cache_specs(self) -> list[LayerCacheSpec | None]:
         """What each layer keeps."""
         specs: list[LayerCacheSpec | None] = [None] * self.num_layers
+        cache_dtype: torch.dtype = getattr(torch, self.options.kv_cache_dtype)
         for _, module in self.walk():
             if isinstance(module, CacheOwner):
-                specs[module.layer] = module.cache_spec(self.dtype)
+                specs[module.layer] = module.cache_spec(cache_dtype)
         return specs
 
     def forward(self, batch: Batch) -> Tensor:
