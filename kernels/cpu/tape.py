@@ -107,13 +107,13 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray[tuple[int], np.dtype[np.uint8]]]] = {}
+        self._free: dict[tuple[int, int], list[np.ndarray[tuple[int], np.dtype[np.uint8]]]] = {}
         self._all: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
 
-    def take(self, num_bytes: int) -> Tensor:
-        """uint8 memory (num_bytes,), given back when the last tensor over it is gone."""
+    def take(self, num_bytes: int, pool: int = -1) -> Tensor:
+        """uint8 memory (num_bytes,), given back to its pool when the last tensor over it is gone."""
         size = -(-num_bytes // 64) * 64
-        free = self._free.setdefault(size, [])
+        free = self._free.setdefault((size, pool), [])
         if free:
             memory = free.pop()
         else:
@@ -160,7 +160,9 @@ class Recording:
         limit, width = self.limit_of(shape[0]), 1
         for size in shape[1:]:
             width *= size
-        memory = self.arena.take(limit * width * dtype.itemsize)
+        # One pool per kind of row: a step's own logits take the place of the recorded ones with everything that shared
+        # their memory, and must be large enough for it.
+        memory = self.arena.take(limit * width * dtype.itemsize, self.rows(shape)[0])
         return memory.view(dtype)[: shape[0] * width].view(*shape)
 
     def limit_of(self, size: int) -> int:
