@@ -39,6 +39,8 @@ logger = logging.getLogger("vkit.engine")
 
 MAX_UNREAD_STEPS = 65536
 
+LOG_INTERVAL_S = 10.0
+
 
 class ForwardPass(Protocol):
     """The part of a runner the engine needs."""
@@ -83,6 +85,8 @@ class EngineSettings:
     async_scheduling: bool = False
     logprobs_mode: str = "raw_logprobs"
     seed: int | None = None
+    cache_dtype: str = "float32"
+    """How keys and values are kept; for display."""
     measures_blocks: bool = False
 
 
@@ -131,6 +135,8 @@ class Engine:
         """Called from other threads when something a request waited for is ready."""
         self._step_tokens: deque[int] = deque(maxlen=MAX_UNREAD_STEPS)
         self._clock = clock
+        self._logged_time = clock()
+        self._logged: tuple[float, float] = (0.0, 0.0)
         self._seeds = random.Random(settings.seed)
         self._num_requests = 0
         self._ids: dict[str, list[str]] = {}
@@ -435,12 +441,34 @@ class Engine:
         metrics.prefix_cache_queries.value = stats.num_queries
         metrics.prefix_cache_hits.value = stats.num_hits
         metrics.preemptions.value = self.scheduler.num_preemptions
+        now = self._clock()
+        if now - self._logged_time >= LOG_INTERVAL_S:
+            self._log_activity(now)
+
+    def _log_activity(self, now: float) -> None:
+        """One line on the time since the last one. Reached by steps only, so an idle engine is silent."""
+        metrics, scheduler = self.metrics, self.scheduler
+        counts = (metrics.prompt_tokens.value, metrics.generation_tokens.value)
+        elapsed = now - self._logged_time
+        prompt_rate, generation_rate = ((new - old) / elapsed for new, old in zip(counts, self._logged, strict=True))
+        self._logged_time, self._logged = now, counts
+        logger.info(
+            "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache %.1f %%,"
+            " prefix hits %.1f %%",
+            prompt_rate,
+            generation_rate,
+            len(scheduler.running),
+            scheduler.num_waiting + len(self._held),
+            100 * self.pool.usage,
+            100 * self.cache.stats.recent_hit_rate,
+        )
 
     def _cache_settings(self) -> dict[str, str]:
         settings = self.settings
         return {
             "block_size": str(settings.block_size),
             "num_gpu_blocks": str(settings.num_blocks),
+            "cache_dtype": settings.cache_dtype,
             "enable_prefix_caching": str(settings.enable_prefix_caching),
             "prefix_caching_hash_algo": settings.prefix_caching_hash_algo,
         }

@@ -260,6 +260,7 @@ def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
         async_scheduling=config.async_scheduling,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
+        cache_dtype=config.dtype,
     )
 
 

@@ -337,3 +337,28 @@ def test_what_does_not_fit_even_alone_fails_and_the_rest_goes_on(async_schedulin
     engine.add_request(make_request(engine, [2, 3], GREEDY, name="small"))
     assert run(engine)[0].outputs[0].finish_reason is FinishReason.LENGTH
     engine.close()
+
+
+def test_activity_is_logged_every_ten_seconds_and_idleness_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    runner = engine.runner
+    assert isinstance(runner, FakeRunner)
+
+    def forward_takes_four_seconds(step: int, logits: torch.Tensor) -> None:
+        clock.now += 4.0
+
+    runner.hook = forward_takes_four_seconds
+    prompt = list(range(2, 14))
+    with caplog.at_level("INFO", logger="vkit.engine"):
+        generate(engine, [make_request(engine, prompt, GREEDY.with_(max_tokens=6), name="a")])
+        clock.now += 100.0
+        engine.step()
+        generate(engine, [make_request(engine, prompt, GREEDY.with_(max_tokens=1), name="b")])
+    first, second, third = (record.getMessage() for record in caplog.records)
+    # Three steps in twelve seconds: a prompt of twelve tokens and the first two tokens are out.
+    assert first == (
+        "prompt 1.0 tokens/s, generation 0.2 tokens/s, running 1, waiting 0, KV cache 6.3 %, prefix hits 0.0 %"
+    )
+    assert "prompt 0.0 tokens/s, generation 0.2 tokens/s" in second
+    assert third.endswith("prefix hits 33.3 %")  # eight of twice twelve

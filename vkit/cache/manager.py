@@ -5,6 +5,7 @@ Tables live on the sequence (`block_ids`); this module is the only one that chan
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from vkit.cache.blocks import NULL_BLOCK, BlockPool
@@ -12,6 +13,9 @@ from vkit.cache.events import BlockStored
 from vkit.cache.groups import BlockAt, CacheGroup, CacheKind, rules_of
 from vkit.cache.prefix import BlockHasher
 from vkit.sequence import Sequence, StateCopy
+
+RECENT_REQUESTS = 1000
+"""Requests over which the hit rate of log lines is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,14 @@ class PrefixStats:
     num_hits: int = 0
     num_resumed_queries: int = 0
     num_resumed_hits: int = 0
+    recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT_REQUESTS))
+    """(tokens looked up, tokens found) of the latest requests."""
+
+    @property
+    def recent_hit_rate(self) -> float:
+        """Share of the latest requests' tokens that were found, 0..1."""
+        queries = sum(query for query, _ in self.recent)
+        return sum(hit for _, hit in self.recent) / queries if queries else 0.0
 
 
 class KVCacheManager:
@@ -116,6 +128,7 @@ class KVCacheManager:
         else:
             self.stats.num_queries += sequence.num_tokens
             self.stats.num_hits += hit.num_tokens
+            self.stats.recent.append((sequence.num_tokens, hit.num_tokens))
 
     def can_hold_all(self, sequence: Sequence, hit: PrefixHit, num_reserved: int) -> bool:
         """Whether the blocks for all known tokens are free now, beyond what the hit provides."""
