@@ -2,9 +2,10 @@
 
     python benchmarks/server_overhead.py [--model PATH] [--streams 32] [--tokens 64] [--rounds 3]
 
-Prints tokens per second of both, their ratio (target: at least 0.9 at 32 streams), and the time to first token at idle of
-both (target: within 5 ms). The server runs in a process of its own and shares the machine with the client, as the engine
-shares it with this program when it runs directly; only ratios are meaningful.
+Prints tokens per second of both, their ratio (target: at least 0.9 at 32 streams), and the time to first token at idle
+of both (target: within 5 ms). The server is a process of its own and shares the machine with the client, as the engine
+shares it with this program when it runs directly; only ratios are meaningful, and only on a machine that is idle
+otherwise.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ import pytest
 from vkit.default_model import demo_model
 
 GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
+pytestmark = pytest.mark.slow
+
 PROGRAM = [sys.executable, "-m", "vkit"]
 
 
