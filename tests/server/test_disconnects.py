@@ -162,12 +162,20 @@ def test_dead_engine_ends_the_process(start, toys):
     engine = toys.FakeAsyncLLM()
     server = start(engine).ready()
     engine.is_healthy = False
-    assert httpx.get(f"{server.url}/health").status_code == 503
-    assert httpx.get(f"{server.url}/health").content == b""
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 503
     server.thread.join(10)
     assert not server.thread.is_alive()
     assert server.service.exit_status == 1
+
+
+async def test_dead_engine_is_unavailable(serve, toys):
+    engine = toys.FakeAsyncLLM()
+    served = serve(engine)
+    engine.is_healthy = False
+    health = await served.get("/health")
+    assert (health.status_code, health.content) == (503, b"")
+    assert (await served.get("/v1/health/ready")).status_code == 503
+    assert (await served.get("/v1/health/live")).status_code == 200
+    assert (await served.post("/v1/completions", {"prompt": "a"})).status_code == 503
 
 
 def test_keep_alive_comments(start, toys):
