@@ -186,11 +186,15 @@ def apply_bitmask(logits: Tensor, rows: SequenceABC[int], words: np.ndarray) -> 
             forbidden = np.unpackbits(~own.view(np.uint8), bitorder="little", count=vocab_size)
             logits[row].masked_fill_(torch.from_numpy(forbidden.view(np.bool_)), NEGATIVE_INFINITY)
         return
-    packed = torch.from_numpy(np.ascontiguousarray(words)).to(logits.device)
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = (packed.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)[:, :vocab_size].bool()
+    allowed = unpacked_bitmask(torch.from_numpy(np.ascontiguousarray(words)).to(logits.device), vocab_size)
     index = torch.tensor(list(rows), dtype=torch.int64, device=logits.device)
     logits[index] = logits[index].masked_fill_(~allowed, NEGATIVE_INFINITY)
+
+
+def unpacked_bitmask(words: Tensor, vocab_size: int) -> Tensor:
+    """Bits as bools: words (B, ceil(V / 32)) int32 -> (B, V)."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)[:, :vocab_size].bool()
 
 
 @dataclass(frozen=True, slots=True)
