@@ -17,12 +17,14 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from vkit.config import flag_of
 from vkit.errors import InvalidRequest, UsageError
-from vkit.types import SamplingParams
+from vkit.types import SamplingParams, StructuredOutputs
 
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling"
 ENGINE_PANEL = "Engine"
+CONSTRAINT_PANEL = "Constraint on the output (one of them)"
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 MaxTokens = Annotated[
@@ -194,6 +196,17 @@ class EngineFlags:
             show_default="on for CUDA",
         ),
     ] = None
+    enable_jump_forward: Annotated[
+        bool,
+        _engine_option(
+            "--enable-jump-forward/--disable-jump-forward",
+            help="Append tokens that a constraint leaves no choice about without a step for each; same output.",
+        ),
+    ] = False
+    structured_outputs_backend: Annotated[
+        Literal["auto", "llguidance"],
+        _engine_option("--structured-outputs-backend", help="What follows constraints; auto is llguidance."),
+    ] = "auto"
     deterministic: Annotated[
         bool, _engine_option("--deterministic", help="Results never depend on what else is in the batch.")
     ] = False
@@ -221,6 +234,70 @@ class EngineFlags:
     def engine_keywords(self) -> dict[str, Any]:
         """Keyword arguments for `vkit.LLM`."""
         return asdict(self)
+
+
+def _constraint_option(flag: str, metavar: str, help: str) -> Any:
+    return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=CONSTRAINT_PANEL)
+
+
+@dataclass(frozen=True)
+class ConstraintFlags:
+    """What the output must look like."""
+
+    json_schema: Annotated[
+        str | None, _constraint_option("--json-schema", "FILE|JSON", "One JSON document valid for this schema.")
+    ] = None
+    regex: Annotated[str | None, _constraint_option("--regex", "PATTERN", "The whole output matches.")] = None
+    choice: Annotated[
+        list[str] | None, _constraint_option("--choice", "TEXT", "The output is one of these; repeatable.")
+    ] = None
+    grammar: Annotated[
+        str | None, _constraint_option("--grammar", "FILE|TEXT", "A grammar: GBNF (root ::= …) or Lark (start: …).")
+    ] = None
+
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """The constraint asked for, checked as far as it can be without a model.
+
+        Raises:
+            UsageError: two of them, an unreadable file, or what cannot be enforced; names the flag.
+        """
+        given = [flag for flag in _CONSTRAINT_KINDS if getattr(self, flag) not in (None, [])]
+        if not given:
+            return None
+        if len(given) > 1:
+            names = " and ".join(flag_of(name) for name in given)
+            raise UsageError(f"{names}: only one constraint can hold at a time", remedy="give one of them")
+        (name,) = given
+        value = getattr(self, name)
+        if name in ("json_schema", "grammar"):
+            value = _text_or_file(flag_of(name), value, is_text="{" in value if name == "json_schema" else ":" in value)
+        from vkit import check_constraint
+
+        try:
+            constraint = StructuredOutputs(**{_CONSTRAINT_KINDS[name]: value})
+            check_constraint(constraint)
+        except InvalidRequest as error:
+            message = error.message.removeprefix("structured_outputs: ").removeprefix(f"{_CONSTRAINT_KINDS[name]}: ")
+            raise UsageError(f"{flag_of(name)}: {message}", remedy=error.remedy) from None
+        return constraint
+
+
+_CONSTRAINT_KINDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""Flag -> the kind of constraint it sets."""
+
+
+def _text_or_file(flag: str, value: str, *, is_text: bool) -> str:
+    """What a flag says itself, or the content of the file it names."""
+    path = Path(value)
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if not is_text:
+            raise UsageError(f"{flag}: {value}: {error}") from None
+    if not is_text:
+        raise UsageError(f"{flag}: {value}: no such file, and not the text itself either")
+    return value
 
 
 def expands_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -267,6 +344,7 @@ def sampling_params(
     seed: int | None = None,
     stop: Sequence[str] | None = None,
     logprobs: int | None = None,
+    structured_outputs: StructuredOutputs | None = None,
 ) -> SamplingParams:
     """Sampling parameters of a command; a temperature below 0 is greedy, as 0 is.
 
@@ -282,6 +360,7 @@ def sampling_params(
             seed=seed,
             stop=tuple(stop or ()),
             logprobs=logprobs,
+            structured_outputs=structured_outputs,
         )
     except InvalidRequest as error:
         if error.param is None:

@@ -52,6 +52,7 @@ def complete(
     top_k: _options.TopK = 0,
     seed: _options.Seed = None,
     stop: _options.Stop = None,
+    constraint: _options.ConstraintFlags,
     sources: _options.ModelFlags,
     max_num_seqs: _options.MaxNumSeqs = 32,
     engine: _options.EngineFlags,
@@ -66,6 +67,7 @@ def complete(
         seed=seed,
         stop=stop,
         logprobs=logprobs,
+        structured_outputs=constraint.structured_outputs(),
     )
     text = _options.read_prompt(prompt, prompt_file)
     with open_model(sources, engine, max_num_seqs=max_num_seqs) as (llm, load_s):

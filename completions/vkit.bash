@@ -58,8 +58,10 @@ _vkit() {
         'bench:--max-num-partial-prefills') COMPREPLY=(); return ;;
         'bench:--max-long-partial-prefills') COMPREPLY=(); return ;;
         'bench:--prefix-caching-hash-algo') COMPREPLY=($(compgen -W 'sha256 sha256_cbor' -- "$current")); return ;;
+        'bench:--structured-outputs-backend') COMPREPLY=($(compgen -W 'auto llguidance' -- "$current")); return ;;
         'bench:--threads') COMPREPLY=(); return ;;
         'bench:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
+        'bench:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
         'bench:--hf-overrides') COMPREPLY=(); return ;;
         'bench:--max-num-seqs') COMPREPLY=(); return ;;
         'bench:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
@@ -89,8 +91,10 @@ _vkit() {
         'chat:--max-num-partial-prefills') COMPREPLY=(); return ;;
         'chat:--max-long-partial-prefills') COMPREPLY=(); return ;;
         'chat:--prefix-caching-hash-algo') COMPREPLY=($(compgen -W 'sha256 sha256_cbor' -- "$current")); return ;;
+        'chat:--structured-outputs-backend') COMPREPLY=($(compgen -W 'auto llguidance' -- "$current")); return ;;
         'chat:--threads') COMPREPLY=(); return ;;
         'chat:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
+        'chat:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
         'chat:--hf-overrides') COMPREPLY=(); return ;;
         'chat:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'complete:--prompt') COMPREPLY=(); return ;;
@@ -103,6 +107,10 @@ _vkit() {
         'complete:--top-k') COMPREPLY=(); return ;;
         'complete:--seed') COMPREPLY=(); return ;;
         'complete:--stop') COMPREPLY=(); return ;;
+        'complete:--json-schema') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'complete:--regex') COMPREPLY=(); return ;;
+        'complete:--choice') COMPREPLY=(); return ;;
+        'complete:--grammar') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'complete:--model') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'complete:--revision') COMPREPLY=(); return ;;
         'complete:--download-dir') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
@@ -123,8 +131,10 @@ _vkit() {
         'complete:--max-num-partial-prefills') COMPREPLY=(); return ;;
         'complete:--max-long-partial-prefills') COMPREPLY=(); return ;;
         'complete:--prefix-caching-hash-algo') COMPREPLY=($(compgen -W 'sha256 sha256_cbor' -- "$current")); return ;;
+        'complete:--structured-outputs-backend') COMPREPLY=($(compgen -W 'auto llguidance' -- "$current")); return ;;
         'complete:--threads') COMPREPLY=(); return ;;
         'complete:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
+        'complete:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
         'complete:--hf-overrides') COMPREPLY=(); return ;;
         'complete:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'completion:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
@@ -186,22 +196,24 @@ _vkit() {
         'serve:--max-num-partial-prefills') COMPREPLY=(); return ;;
         'serve:--max-long-partial-prefills') COMPREPLY=(); return ;;
         'serve:--prefix-caching-hash-algo') COMPREPLY=($(compgen -W 'sha256 sha256_cbor' -- "$current")); return ;;
+        'serve:--structured-outputs-backend') COMPREPLY=($(compgen -W 'auto llguidance' -- "$current")); return ;;
         'serve:--threads') COMPREPLY=(); return ;;
         'serve:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
+        'serve:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
         'serve:--hf-overrides') COMPREPLY=(); return ;;
         'serve:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'tokenize:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
     esac
     case "$command" in
         '') words='bench chat complete completion config doctor models serve tokenize --version -h --help' ;;
-        'bench') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --synthetic --dataset --dataset-path --num-prompts --input-len --output-len --prefix-len --num-prefixes --temperature --seed --concurrency --request-rate --burstiness --batch-sizes --num-batches --slo --url --endpoint --served-model-name --api-key --json --plot --plot-terminal --output-token-ids --compare --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --deterministic --threads --cpu-precision --gguf-dequantize --no-mmap --hf-overrides --max-num-seqs --config -h --help' ;;
-        'chat') words='--system --max-tokens --temperature --top-p --top-k --seed --stop --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --deterministic --threads --cpu-precision --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
-        'complete') words='--prompt --prompt-file --chat --stream --json --logprobs --repeat --max-tokens --temperature --top-p --top-k --seed --stop --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --max-num-seqs --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --deterministic --threads --cpu-precision --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
+        'bench') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --synthetic --dataset --dataset-path --num-prompts --input-len --output-len --prefix-len --num-prefixes --temperature --seed --concurrency --request-rate --burstiness --batch-sizes --num-batches --slo --url --endpoint --served-model-name --api-key --json --plot --plot-terminal --output-token-ids --compare --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --max-num-seqs --config -h --help' ;;
+        'chat') words='--system --max-tokens --temperature --top-p --top-k --seed --stop --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
+        'complete') words='--prompt --prompt-file --chat --stream --json --logprobs --repeat --max-tokens --temperature --top-p --top-k --seed --stop --json-schema --regex --choice --grammar --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --max-num-seqs --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
         'completion') words='--config -h --help bash zsh fish' ;;
         'config') words='--json --config -h --help' ;;
         'doctor') words='--json --config -h --help' ;;
         'models') words='--json --config -h --help' ;;
-        'serve') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --host --port --uds --root-path --api-key --allowed-origins --allowed-methods --allowed-headers --allow-credentials --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh --max-request-body-size --max-num-queued-reqs --shutdown-timeout --sse-keep-alive-interval --served-model-name --enable-force-include-usage --reject-unknown-fields --enable-request-id-headers --no-enable-request-id-headers --enable-prompt-tokens-details --enable-per-request-metrics --enable-tokenizer-info-endpoint --return-tokens-as-token-ids --max-logprobs --logprobs-mode --max-n --generation-config --override-generation-config --default-chat-template-kwargs --trust-request-chat-template --no-trust-request-chat-template --exclude-tools-when-tool-choice-none --tool-call-parser --reasoning-parser --reasoning-field --enable-auto-tool-choice --response-role --responses-store-max-entries --responses-store-ttl --disable-responses-store --disable-metrics --disable-docs --repository-override --log-level --log-format --enable-log-requests --disable-log-requests --enable-log-outputs --max-log-len --disable-access-log --disable-access-log-for-endpoints --access-log-all --log-error-stack --max-num-seqs --seed --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --deterministic --threads --cpu-precision --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
+        'serve') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --host --port --uds --root-path --api-key --allowed-origins --allowed-methods --allowed-headers --allow-credentials --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh --max-request-body-size --max-num-queued-reqs --shutdown-timeout --sse-keep-alive-interval --served-model-name --enable-force-include-usage --reject-unknown-fields --enable-request-id-headers --no-enable-request-id-headers --enable-prompt-tokens-details --enable-per-request-metrics --enable-tokenizer-info-endpoint --return-tokens-as-token-ids --max-logprobs --logprobs-mode --max-n --generation-config --override-generation-config --default-chat-template-kwargs --trust-request-chat-template --no-trust-request-chat-template --exclude-tools-when-tool-choice-none --tool-call-parser --reasoning-parser --reasoning-field --enable-auto-tool-choice --response-role --responses-store-max-entries --responses-store-ttl --disable-responses-store --disable-metrics --disable-docs --repository-override --log-level --log-format --enable-log-requests --disable-log-requests --enable-log-outputs --max-log-len --disable-access-log --disable-access-log-for-endpoints --access-log-all --log-error-stack --max-num-seqs --seed --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
         'tokenize') words='--config -h --help' ;;
     esac
     if [[ "$current" == -* ]]; then

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from vkit.inputs import PromptOptions
     from vkit.llm import LLM
     from vkit.scoring import LabelScores
+    from vkit.structured.compiler import check_constraint
     from vkit.types import (
         CompletionOutput,
         FinishReason,
         Logprob,
         OutputKind,
+        ReasoningMarks,
         RepetitionDetection,
         RequestMetrics,
         RequestOutput,
@@ -61,6 +63,7 @@ __all__ = [
     "OutOfMemoryPreflight",
     "OutputKind",
     "PromptOptions",
+    "ReasoningMarks",
     "RepetitionDetection",
     "RequestFailed",
     "RequestMetrics",
@@ -69,6 +72,7 @@ __all__ = [
     "StructuredOutputs",
     "UsageError",
     "VkitError",
+    "check_constraint",
     "resolve_model",
 ]
 
@@ -78,6 +82,7 @@ _HOMES = {
     "vkit.inputs": ("PromptOptions",),
     "vkit.llm": ("LLM",),
     "vkit.scoring": ("LabelScores",),
+    "vkit.structured.compiler": ("check_constraint",),
     "vkit.config": ("EngineArgs", "EngineConfig"),
     "vkit.default_model": ("resolve_model",),
     "vkit.errors": (
@@ -97,6 +102,7 @@ _HOMES = {
         "FinishReason",
         "Logprob",
         "OutputKind",
+        "ReasoningMarks",
         "RepetitionDetection",
         "RequestMetrics",
         "RequestOutput",

@@ -10,14 +10,14 @@ from typing import Any
 from vkit.config import EngineArgs
 from vkit.engine import Engine, PauseMode
 from vkit.engine_thread import EngineThread
-from vkit.errors import EngineDeadError
+from vkit.errors import EngineDeadError, InvalidRequest
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, Prompt, PromptOptions
 from vkit.loading import LoadedModel, ProgressCallback, load_model
 from vkit.metrics import EngineStats, MetricFamily
 from vkit.outputs import merge_outputs
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer
-from vkit.types import OutputKind, RequestOutput, SamplingParams
+from vkit.types import OutputKind, RequestOutput, SamplingParams, StructuredOutputs
 
 _LONG_TEXT = 4096
 """Characters from which on tokenising leaves the event loop's thread."""
@@ -130,6 +130,8 @@ class AsyncLLM:
             request = await asyncio.to_thread(self._inputs.process, prompt, params, request_id=request_id, **keywords)
         else:
             request = self._inputs.process(prompt, params, request_id=request_id, **keywords)
+        if request.is_enforceable is not None:
+            await asyncio.wrap_future(request.is_enforceable)
         stream = _Stream(self._mailbox(), params.output_kind)
         key = self._thread.submit(request, stream)
         finished = False
@@ -141,6 +143,16 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._thread.abort_one(key)
+
+    async def check_structured(self, constraint: StructuredOutputs) -> None:
+        """Compile a constraint away from the event loop; requests that bring it afterwards find it ready.
+
+        Raises:
+            InvalidRequest: it cannot be enforced; the message names the offender.
+        """
+        if self._inputs.compile_grammar is None:
+            raise InvalidRequest("structured_outputs: this engine has no grammar backend", param="structured_outputs")
+        await asyncio.wrap_future(self._inputs.compile_grammar(constraint))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests in whatever state they are; unknown and finished ids are passed over."""

@@ -32,6 +32,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority", "lpm")
 PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 CPU_PRECISIONS = ("fast", "exact")
+STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance")
 CACHE_KINDS = ("full", "sliding", "state")
 
 
@@ -152,6 +153,9 @@ class EngineArgs:
     prefix_caching_hash_algo: str = "sha256"
     async_scheduling: bool | None = None
     """Plan the next step while the device runs this one; None: on for CUDA."""
+    enable_jump_forward: bool = False
+    """Append tokens that a grammar leaves no choice about without a step for each."""
+    structured_outputs_backend: str = "auto"
     seed: int | None = None
     """Seed of requests that bring none; None: a fresh one per process."""
     hf_overrides: Mapping[str, Any] | str | None = None
@@ -183,6 +187,7 @@ class EngineArgs:
         _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _check_choice("prefix_caching_hash_algo", self.prefix_caching_hash_algo, PREFIX_CACHING_HASH_ALGOS)
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        _check_choice("structured_outputs_backend", self.structured_outputs_backend, STRUCTURED_OUTPUTS_BACKENDS)
         _check_choice("cpu_precision", self.cpu_precision, CPU_PRECISIONS)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
         _check_int("block_size", self.block_size, 1)
@@ -208,7 +213,7 @@ class EngineArgs:
         for name in ("enable_prefix_caching", "async_scheduling"):
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
-        for name in ("enable_chunked_prefill", "deterministic", "gguf_dequantize", "no_mmap"):
+        for name in ("enable_chunked_prefill", "enable_jump_forward", "deterministic", "gguf_dequantize", "no_mmap"):
             _check_bool(name, getattr(self, name))
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
@@ -288,6 +293,8 @@ class EngineArgs:
             max_long_partial_prefills=self.max_long_partial_prefills,
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
+            enable_jump_forward=self.enable_jump_forward,
+            structured_outputs_backend="llguidance",
             seed=self.seed,
             hf_overrides=dict(overrides or {}),
             logprobs_mode=self.logprobs_mode,
@@ -328,6 +335,9 @@ class EngineConfig:
     max_long_partial_prefills: int
     prefix_caching_hash_algo: str
     async_scheduling: bool
+    enable_jump_forward: bool
+    structured_outputs_backend: str
+    """What compiles and follows grammars; decided even where none is installed: requests that need it are refused."""
     seed: int | None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     logprobs_mode: str

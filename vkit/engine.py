@@ -88,6 +88,7 @@ class EngineSettings:
     cache_dtype: str = "float32"
     """How keys and values are kept; for display."""
     measures_blocks: bool = False
+    enable_jump_forward: bool = False
 
 
 class Engine:
@@ -125,8 +126,17 @@ class Engine:
             max_step_tokens=settings.limits.max_num_batched_tokens,
             hasher=hasher,
         )
-        self.scheduler = Scheduler(settings.limits, self.cache, policy=settings.scheduling_policy, clock=clock)
-        self.sampler = Sampler(settings.vocab_size, logprobs_mode=settings.logprobs_mode, plugins=plugins)
+        end_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
+        self.sampler = Sampler(
+            settings.vocab_size, logprobs_mode=settings.logprobs_mode, plugins=plugins, end_ids=end_ids
+        )
+        self.scheduler = Scheduler(
+            settings.limits,
+            self.cache,
+            policy=settings.scheduling_policy,
+            jumps_forward=settings.enable_jump_forward and not self.sampler.can_forbid,
+            clock=clock,
+        )
         self.outputs = OutputProcessor(tokenizer, self.metrics, clock=clock)
         self.sleep_level = 0
         self.is_stalled = False
@@ -227,6 +237,7 @@ class Engine:
         samples = self.sampler.sample(logits, plan)
         self._observe_step(plan, samples.num_corrupted)
         updates = self.scheduler.commit(plan, samples)
+        self.metrics.forced_tokens.value = self.scheduler.num_forced_tokens
         updates.extend(SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended())
         return updates
 
@@ -236,6 +247,7 @@ class Engine:
         try:
             try:
                 batch = self.runner.prepare(plan)
+                self.sampler.begin_masks(plan)
                 shadow = self._start_shadow()
                 logits = self.runner.execute(batch)
             finally:
@@ -270,6 +282,7 @@ class Engine:
         plan, self._next_plan = self._next_plan, None
         if plan is not None:
             self.scheduler.drop_finished(plan)
+            self.scheduler.take_in_forced(plan)
             if plan.scheduled:
                 return plan
         return self.scheduler.schedule()
@@ -411,6 +424,7 @@ class Engine:
         """End what runs and stop the helper thread."""
         self.abort_all()
         self._settle()
+        self.sampler.close()
         if self._shadow is not None:
             self._shadow.shutdown()
 

@@ -22,7 +22,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 TruncationSide = Literal["left", "right"]
 
 GrammarCompiler = Callable[[StructuredOutputs], Future[Grammar]]
-"""Checks a constraint (InvalidRequest at once) and compiles it on another thread."""
+"""Compiles a constraint on another thread; the future fails with InvalidRequest when it cannot be enforced."""
 
 RequestCheck = Callable[[SamplingParams], None]
 """Raises InvalidRequest for parameters a plug-in cannot serve."""
@@ -63,6 +63,9 @@ class EngineRequest:
     eos_token_id: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     compile_grammar: Callable[[], Future[Grammar]] | None = None
+    """A grammar for one sequence; called once per sequence."""
+    is_enforceable: Future[Grammar] | None = None
+    """Done once the constraint is compiled; fails with InvalidRequest. To be waited for before queueing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ class InputProcessor:
             raise InvalidRequest(f"priority: expected an integer, got {priority!r}", param="priority")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidRequest(f"cache_salt: expected a non-empty string, got {cache_salt!r}", param="cache_salt")
+        grammars = self._grammars_of(params)
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return EngineRequest(
@@ -135,7 +139,8 @@ class InputProcessor:
             bad_word_ids=self._bad_word_ids(params),
             eos_token_id=self.tokenizer.eos_token_id if self.tokenizer else None,
             stop_token_ids=self._stop_token_ids(params),
-            compile_grammar=self._grammar_of(params),
+            compile_grammar=grammars,
+            is_enforceable=grammars.first if grammars is not None else None,
         )
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
@@ -266,7 +271,7 @@ class InputProcessor:
                 ids -= {self.tokenizer.eos_token_id}
         return frozenset(ids.union(params.stop_token_ids))
 
-    def _grammar_of(self, params: SamplingParams) -> Callable[[], Future[Grammar]] | None:
+    def _grammars_of(self, params: SamplingParams) -> _Grammars | None:
         constraint = params.structured_outputs
         if constraint is None:
             return None
@@ -277,6 +282,20 @@ class InputProcessor:
             )
         if self.compile_grammar is None:
             raise InvalidRequest("structured_outputs: this engine has no grammar backend", param="structured_outputs")
-        compile_grammar = self.compile_grammar
-        first: list[Future[Grammar]] = [compile_grammar(constraint)]  # checked now; the first child takes this one
-        return lambda: first.pop() if first else compile_grammar(constraint)
+        return _Grammars(self.compile_grammar, constraint, self.compile_grammar(constraint))
+
+
+@dataclass(slots=True)
+class _Grammars:
+    """Grammars of one request: the one that was compiled to check the constraint, then new ones."""
+
+    compile: GrammarCompiler
+    constraint: StructuredOutputs
+    first: Future[Grammar]
+    is_first_taken: bool = False
+
+    def __call__(self) -> Future[Grammar]:
+        if self.is_first_taken:
+            return self.compile(self.constraint)
+        self.is_first_taken = True
+        return self.first

@@ -16,7 +16,7 @@ from vkit.beam_search import BeamSearchParams, beam_search
 from vkit.config import EngineArgs
 from vkit.engine_thread import EngineThread
 from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
-from vkit.inputs import DEFAULT_PROMPT_OPTIONS, Prompt, PromptOptions
+from vkit.inputs import DEFAULT_PROMPT_OPTIONS, EngineRequest, Prompt, PromptOptions
 from vkit.loading import LoadedModel, ProgressCallback, load_model
 from vkit.metrics import MetricFamily
 from vkit.scoring import LabelScores, continuation_logprob, label_scores
@@ -89,6 +89,8 @@ class LLM:
             )
             for prompt, own, place in zip(listed, chosen, priorities, strict=True)
         ]
+        for request in requests:
+            _check_enforceable(request)
         inbox = _Inbox()
         keys = [self._thread.submit(request, _Slot(inbox, index)) for index, request in enumerate(requests)]
         results: list[RequestOutput | None] = [None] * len(keys)
@@ -126,6 +128,7 @@ class LLM:
             cache_salt=cache_salt,
             options=options,
         )
+        _check_enforceable(request)
         inbox = _Inbox()
         key = self._thread.submit(request, _Slot(inbox, 0))
         return self._deltas(key, inbox)
@@ -341,6 +344,16 @@ class LLM:
             variables=variables,
         )
         return {"prompt_token_ids": token_ids}
+
+
+def _check_enforceable(request: EngineRequest) -> None:
+    """Wait for the constraint to be compiled.
+
+    Raises:
+        InvalidRequest: it cannot be enforced.
+    """
+    if request.is_enforceable is not None:
+        request.is_enforceable.result()
 
 
 class _Inbox:

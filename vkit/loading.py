@@ -38,6 +38,7 @@ from vkit.models.base import CausalLM
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
+from vkit.structured.compiler import GrammarCompiler, require_backend
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -193,16 +194,23 @@ class CheckedModel:
         plugins, checks = _plugins(vocab_size)
         groups = group_layers(list(self.cache_specs))
         engine = Engine(engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins)
+        grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
             vocab_size=vocab_size,
             tokenizer=tokenizer,
             max_logprobs=config.max_logprobs,
             generation_config=checkpoint.generation_config,
+            compile_grammar=grammars.compile,
             checks=checks,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
-        return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, resident.close)
+
+        def close() -> None:
+            grammars.close()
+            resident.close()
+
+        return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, close)
 
 
 def check_model(args: EngineArgs) -> CheckedModel:
@@ -212,6 +220,10 @@ def check_model(args: EngineArgs) -> CheckedModel:
         UsageError: a setting that cannot be.
         ModelLoadError: files missing or damaged, an unsupported model, or too little memory.
     """
+    if args.structured_outputs_backend != "auto":
+        require_backend("--structured-outputs-backend")
+    if args.enable_jump_forward:
+        require_backend("--enable-jump-forward")
     device = find_device(args.device)
     checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
@@ -258,6 +270,7 @@ def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
         enable_prefix_caching=config.enable_prefix_caching,
         prefix_caching_hash_algo=config.prefix_caching_hash_algo,
         async_scheduling=config.async_scheduling,
+        enable_jump_forward=config.enable_jump_forward,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
         cache_dtype=config.dtype,
@@ -321,6 +334,12 @@ def _activation_bytes(config: HFConfig, args: EngineArgs) -> int:
 
 def _context_limit(checkpoint: Checkpoint) -> int:
     return HFConfig(checkpoint.config).integer(*_CONTEXT_KEYS, default=DEFAULT_CONTEXT)
+
+
+def _configured_ends(checkpoint: Checkpoint) -> frozenset[int]:
+    """Further ids that end an output, by generation_config.json."""
+    ends = checkpoint.generation_config.get("eos_token_id")
+    return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> str:

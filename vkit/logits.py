@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vkit.sequence import Grammar, OutputTokens, Sequence
+from vkit.sequence import OutputTokens, Sequence
 from vkit.types import LogitsProcessor, SamplingParams
 
 NEGATIVE_INFINITY = -math.inf
@@ -174,18 +174,27 @@ def edits_for(sequence: Sequence) -> RowEdits:
     return edits
 
 
-def mask_by_grammar(row: Tensor, grammar: Grammar, sequence: Sequence) -> None:
-    """Make ids impossible that the grammar does not allow next; a finished grammar allows only the end."""
-    if grammar.is_terminated():
-        ends = set(sequence.stop_token_ids)
-        if sequence.eos_token_id is not None:
-            ends.add(sequence.eos_token_id)
-        AllowedTokens(sorted(ends)).apply(row)
+def apply_bitmask(logits: Tensor, rows: SequenceABC[int], words: np.ndarray) -> None:
+    """Make ids impossible whose bit is not set. words (len(rows), ceil(V / 32)) int32: bit i of word w is id 32 w + i.
+
+    logits (R, V) is written in place, in the given rows.
+    """
+    vocab_size = logits.shape[1]
+    if logits.device.type == "cpu":
+        for row, own in zip(rows, words, strict=True):
+            # Rows differ too much to be worth joining: inside a text nearly all is allowed, elsewhere next to nothing.
+            forbidden = np.unpackbits(~own.view(np.uint8), bitorder="little", count=vocab_size)
+            logits[row].masked_fill_(torch.from_numpy(forbidden.view(np.bool_)), NEGATIVE_INFINITY)
         return
-    bitmask = np.zeros(-(-row.shape[0] // 32), dtype=np.int32)
-    grammar.fill_bitmask(bitmask)
-    allowed = np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: row.shape[0]].astype(np.bool_)
-    row.masked_fill_(torch.from_numpy(~allowed).to(row.device), NEGATIVE_INFINITY)
+    allowed = unpacked_bitmask(torch.from_numpy(np.ascontiguousarray(words)).to(logits.device), vocab_size)
+    index = torch.tensor(list(rows), dtype=torch.int64, device=logits.device)
+    logits[index] = logits[index].masked_fill_(~allowed, NEGATIVE_INFINITY)
+
+
+def unpacked_bitmask(words: Tensor, vocab_size: int) -> Tensor:
+    """Bits as bools: words (B, ceil(V / 32)) int32 -> (B, V)."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)[:, :vocab_size].bool()
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,9 @@ class EngineMetrics:
             "prompt_tokens_cached_by_source", "Cached prompt tokens by tier", "source", CACHED_SOURCES
         )
         self.generation_tokens = counter("generation_tokens", "Sampled tokens")
+        self.forced_tokens = Counter(
+            "vkit:jump_forward_tokens", "Tokens a grammar left no choice about, each a step saved for its sequence"
+        )
         self.success = counter("request_success", "Finished sequences", "finished_reason", reasons)
         self.rejections = counter(
             "admission_rejections",

@@ -196,7 +196,7 @@ class OutputProcessor:
             child.token_ids.append(token_id)
             if update.logprobs is not None:
                 self._take_logprobs(child, update.logprobs[index])
-            if child.text_state is None or (index == last and _is_silent(sequence)):
+            if child.text_state is None or (index == last and _is_silent(sequence, token_id)):
                 continue
             piece, stop = child.text_state.push(token_id)
             if piece:
@@ -362,11 +362,13 @@ class OutputProcessor:
         return [None if entry is None else self._with_text(entry) for entry in first.prompt_logprobs]
 
 
-def _is_silent(sequence: Sequence) -> bool:
+def _is_silent(sequence: Sequence, token_id: int) -> bool:
     """Whether the last token only ended the output and has no text of its own."""
     if sequence.finish_reason is not FinishReason.STOP:
         return False
-    return sequence.stop_reason is None or not sequence.params.include_stop_str_in_output
+    if sequence.stop_reason is None:
+        return token_id == sequence.eos_token_id  # else a grammar is complete, and the token is its last
+    return not sequence.params.include_stop_str_in_output
 
 
 def merge_outputs(earlier: RequestOutput, later: RequestOutput, kind: OutputKind) -> RequestOutput:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from vkit.drawing import Truncation, draw_plain, race, spread, truncate
-from vkit.logits import AddedRow, BatchLogitsProcessor, BatchUpdate, RowEdits, edits_for, mask_by_grammar
+from vkit.logits import AddedRow, BatchLogitsProcessor, BatchUpdate, RowEdits, apply_bitmask, edits_for
 from vkit.randomness import draw_key
 from vkit.sequence import OutputTokens, Plan, ScheduledSequence, Sequence, StepSamples
+from vkit.structured.masks import FilledMasks, GrammarMasks
 from vkit.types import WHOLE_VOCABULARY, Logprob, PositionLogprobs
 
 logger = logging.getLogger("vkit.sampler")
@@ -60,7 +62,9 @@ class Sampler:
         *,
         logprobs_mode: str = "raw_logprobs",
         plugins: Iterable[BatchLogitsProcessor] = (),
+        end_ids: Collection[int] = (),
     ) -> None:
+        """`end_ids`: every id that may end an output."""
         if logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"Sampler: logprobs_mode {logprobs_mode!r}, expected one of {LOGPROBS_MODES}")
         self._vocab_size = vocab_size
@@ -69,8 +73,23 @@ class Sampler:
         plugins = list(plugins)
         self._changing = [plugin for plugin in plugins if not plugin.is_argmax_invariant()]
         self._invariant = [plugin for plugin in plugins if plugin.is_argmax_invariant()]
+        self._masks = GrammarMasks(vocab_size, end_ids)
+        self._pending_masks: Future[FilledMasks] | None = None
         self._edits: dict[str, RowEdits] = {}
         self._batch = _Batch([])
+
+    @property
+    def can_forbid(self) -> bool:
+        """Whether a plug-in may make tokens impossible, even one that a grammar leaves as the only choice."""
+        return bool(self._changing)
+
+    def begin_masks(self, plan: Plan) -> None:
+        """Start on the grammar masks of a step; `sample` of the same plan waits for them."""
+        self._pending_masks = self._masks.begin(plan)
+
+    def close(self) -> None:
+        """Stop the thread that fills masks."""
+        self._masks.close()
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, plan: Plan) -> StepSamples:
@@ -110,7 +129,7 @@ class Sampler:
         raw = None
         if batch.logprob_rows and not self._takes_processed:
             raw = self._snapshot(logits[torch.tensor(batch.logprob_rows, device=logits.device)])
-        errors = self._edit(logits, batch)
+        errors = self._edit(logits, batch, plan)
         greedy = row_argmax(logits)
         largest = logits.gather(1, greedy.unsqueeze(1)).squeeze(1)
         token_ids: list[int] = greedy.tolist()
@@ -193,13 +212,9 @@ class Sampler:
 
     # Stages
 
-    def _edit(self, logits: Tensor, batch: _Batch) -> dict[int, str]:
+    def _edit(self, logits: Tensor, batch: _Batch, plan: Plan) -> dict[int, str]:
         """Grammar masks, then the edits that may change the argmax, then penalties; errors by row."""
-        errors: dict[int, str] = {}
-        for row in batch.grammars:
-            sequence = batch.sequences[row]
-            if sequence.grammar is not None:
-                mask_by_grammar(logits[row], sequence.grammar, sequence)
+        errors = self._mask_by_grammars(logits, batch, plan)
         for row, edits in batch.edits:
             try:
                 for edit in edits.before_penalties:
@@ -212,6 +227,18 @@ class Sampler:
             if edits.penalties is not None:
                 edits.penalties.apply(logits[row])
         return errors
+
+    def _mask_by_grammars(self, logits: Tensor, batch: _Batch, plan: Plan) -> dict[int, str]:
+        """Apply the step's grammar masks; errors by row."""
+        if not batch.grammars:
+            return {}
+        if self._pending_masks is None:
+            self.begin_masks(plan)
+        assert self._pending_masks is not None, "a batch with grammars has masks"
+        masks, self._pending_masks = self._pending_masks.result(), None
+        ids = [batch.sequences[row].id for row in batch.grammars]
+        apply_bitmask(logits, batch.grammars, masks.words[[masks.rows[name].stop - 1 for name in ids]])
+        return {row: masks.errors[name] for row, name in zip(batch.grammars, ids, strict=True) if name in masks.errors}
 
     @staticmethod
     def _check_rows(largest: Tensor, errors: dict[int, str], result: StepSamples) -> None:

@@ -59,12 +59,16 @@ class Scheduler:
         cache: KVCacheManager,
         *,
         policy: str = "fcfs",
+        jumps_forward: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`jumps_forward`: tokens that a grammar leaves no choice about are appended without being sampled."""
         self.limits = limits
         self.cache = cache
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_forced_tokens = 0
+        """Tokens appended without being sampled."""
         self.num_dropped_tokens = 0
         """Tokens that came back for sequences already ended."""
         self._policy = make_policy(policy, caches_prefixes=cache.caches_prefixes)
@@ -74,6 +78,7 @@ class Scheduler:
         self._finished_ids: list[str] = []
         self._step = 0
         self._num_reserved = int(limits.watermark * cache.pool.num_usable)
+        self._jumps_forward = jumps_forward
         self._clock = clock
 
     @property
@@ -177,6 +182,25 @@ class Scheduler:
             else:
                 kept.append(item)
         plan.scheduled = kept
+
+    def take_in_forced(self, plan: Plan) -> None:
+        """Bring a plan made ahead up to date with tokens that were appended without being sampled since.
+
+        They join their sequence's chunk; where that is not possible, the chunk yields no token.
+        """
+        budget = self.limits.max_num_batched_tokens - plan.num_tokens
+        for item in plan.scheduled:
+            sequence = item.sequence
+            num_new = len(sequence.token_ids) - item.start - item.num_tokens
+            if num_new <= 0 or not item.samples or sequence.is_finished:
+                continue
+            if num_new <= budget and not self.cache.aligns_chunks and self.cache.allocate(sequence, num_new):
+                item.num_tokens += num_new
+                sequence.num_computed_tokens += num_new
+                budget -= num_new
+            else:
+                item.samples, item.num_logits = False, 0
+                sequence.num_output_placeholders -= 1
 
     def discard(self, plan: Plan) -> None:
         """Forget a plan not yet run, all of whose sequences have ended."""
@@ -418,7 +442,25 @@ class Scheduler:
             sequence.token_ids.append(token_id)
             if self._ends(sequence, token_id):
                 return SequenceUpdate(sequence, token_ids[:count], logprobs[:count] if logprobs else logprobs)
+        if self._jumps_forward and _may_jump(sequence):
+            token_ids = token_ids + self._append_forced(sequence)
         return SequenceUpdate(sequence, token_ids, logprobs)
+
+    def _append_forced(self, sequence: Sequence) -> list[int]:
+        """Append the tokens that the grammar leaves no choice about, up to one that ends the sequence."""
+        grammar = sequence.grammar
+        assert grammar is not None
+        forced: list[int] = []
+        while not sequence.is_finished:
+            token_id = grammar.forced_token()
+            is_too_soon = sequence.num_output_tokens < sequence.params.min_tokens
+            if token_id is None or (is_too_soon and token_id in sequence.stop_token_ids):
+                break
+            forced.append(token_id)
+            sequence.token_ids.append(token_id)
+            self._ends(sequence, token_id)
+        self.num_forced_tokens += len(forced)
+        return forced
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
         """Whether the token just appended ends its sequence, which is then finished."""
@@ -431,6 +473,8 @@ class Scheduler:
             self.finish(sequence, FinishReason.STOP, stop_reason=token_id)
         elif sequence.grammar is not None and not sequence.grammar.accept_tokens([token_id]):
             self.finish(sequence, FinishReason.ERROR, error=f"the grammar refused token {token_id}")
+        elif sequence.grammar is not None and sequence.grammar.is_terminated():
+            self.finish(sequence, FinishReason.STOP)  # complete: an end token would say nothing more
         elif num_tokens >= sequence.max_total_tokens:
             self.finish(sequence, FinishReason.LENGTH)
         elif params.repetition_detection is not None and _repeats(sequence) and may_stop:
@@ -438,6 +482,18 @@ class Scheduler:
         else:
             return False
         return True
+
+
+def _may_jump(sequence: Sequence) -> bool:
+    """Whether a token the grammar forces is certain to be sampled, and nothing but its id is wanted."""
+    params = sequence.params
+    return sequence.grammar is not None and not (
+        params.logprobs is not None
+        or params.logprob_token_ids
+        or params.allowed_token_ids is not None
+        or sequence.bad_word_ids
+        or params.logits_processors
+    )
 
 
 def _repeats(sequence: Sequence) -> bool:

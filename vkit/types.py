@@ -154,7 +154,7 @@ class StructuredOutputs:
                 raise _bad_constraint(f"{name}: has no effect on {kind}")
 
 
-_CONSTRAINT_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+_CONSTRAINT_TYPES: dict[str, tuple[tuple[type[Any], ...], str]] = {
     "json": ((str, bool, Mapping), "a JSON schema (an object, a boolean, or its JSON text)"),
     "regex": ((str,), "a string"),
     "choice": ((list, tuple), "a non-empty list of strings"),

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from vkit.types import StructuredOutputs
+
 Run = Callable[..., Any]
 
 
@@ -148,7 +150,13 @@ def test_negative_temperature_is_greedy(complete: Run, fake_llm: Any) -> None:
         (["--prompt", "x", "--enable-prefix-caching", "--disable-radix-attention"], "--disable-radix-attention"),
         (["--prompt", "x", "--enable-prefix-caching", "--enable-radix-attention"], "--enable-radix-attention"),
         (["--prompt", "x", "--speculative-config", "{}"], "--speculative-config"),
-        (["--prompt", "x", "--json-schema", "{}"], "--json-schema"),
+        (["--prompt", "x", "--json-schema", '{"uniqueItems": true}'], "--json-schema: the keyword 'uniqueItems'"),
+        (["--prompt", "x", "--json-schema", "{"], "--json-schema: not JSON"),
+        (["--prompt", "x", "--json-schema", "missing.json"], "--json-schema: missing.json: no such file"),
+        (["--prompt", "x", "--regex", "(["], "--regex: '(['"),
+        (["--prompt", "x", "--regex", "a", "--choice", "b"], "--regex and --choice"),
+        (["--prompt", "x", "--grammar", "root ::= ("], "--grammar: line 1, column 10"),
+        (["--prompt", "x", "--grammar", "start: nobody"], "--grammar"),
         (["--prompt", "x", "--image", "cat.png"], "--image"),
         (["--prompt", "x", "--quantization", "awq"], "--quantization"),
     ],
@@ -159,6 +167,26 @@ def test_refusals_name_the_flag_before_anything_loads(complete: Run, fake_llm: A
     assert flag in result.error
     assert result.stdout == ""
     assert fake_llm.made == []
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--json-schema", '{"type": "integer"}'], StructuredOutputs(json='{"type": "integer"}')),
+        (["--json-schema", "FILE"], StructuredOutputs(json='{"type": "integer"}')),
+        (["--regex", "[ab]+"], StructuredOutputs(regex="[ab]+")),
+        (["--choice", "yes", "--choice", "no"], StructuredOutputs(choice=["yes", "no"])),
+        (["--grammar", 'root ::= "a"'], StructuredOutputs(grammar='root ::= "a"')),
+    ],
+)
+def test_constraints_reach_the_engine(
+    complete: Run, fake_llm: Any, tmp_path: Path, args: list[str], expected: StructuredOutputs
+) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}', encoding="utf-8")
+    result = complete("--prompt", "x", *(str(file) if arg == "FILE" else arg for arg in args))
+    assert result.status == 0
+    assert fake_llm.made[0].params[0].structured_outputs == expected
 
 
 def test_text_that_is_not_utf8_is_refused(complete: Run) -> None:

@@ -51,6 +51,8 @@ class GrammarCompiler:
         result: Future[Grammar] = Future()
 
         def pass_on(done: Future[_Ready]) -> None:
+            if done.cancelled():
+                result.cancel()
             if not result.set_running_or_notify_cancel():
                 return
             error = done.exception()
@@ -102,7 +104,10 @@ class GrammarCompiler:
                     del self._cache[key]
 
     def _compile(self, constraint: StructuredOutputs) -> _Ready:
-        check_installed()
+        try:
+            require_backend("structured output")
+        except MissingExtra as error:
+            raise InvalidRequest(error.message, remedy=error.remedy, param="structured_outputs") from None
         from llguidance import LLMatcher
 
         with self._vocabulary_lock:  # built once; whoever comes meanwhile waits for it here, on a worker
@@ -119,14 +124,29 @@ class GrammarCompiler:
         return grammar, vocabulary
 
 
-def check_installed() -> None:
-    """Refuse constraints where the grammar library is missing.
+def require_backend(feature: str) -> None:
+    """Refuse a feature where the grammar library is missing.
 
     Raises:
-        InvalidRequest: the line that names the extra.
+        MissingExtra: names the extra that brings it.
     """
     if find_spec("llguidance") is None:
-        raise InvalidRequest(str(MissingExtra("structured output", "structured")), param="structured_outputs")
+        raise MissingExtra(feature, "structured")
+
+
+def check_constraint(constraint: StructuredOutputs) -> None:
+    """Refuse a constraint that no model could follow, before there is a model.
+
+    Raises:
+        InvalidRequest: names the offender.
+        MissingExtra: the grammar library is not installed.
+    """
+    require_backend("structured output")
+    from llguidance import LLMatcher
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar_source(constraint, {}).text)
+    if is_error:
+        raise explained(constraint, messages[0])
 
 
 def cache_key(constraint: StructuredOutputs) -> str:

@@ -23,6 +23,15 @@ def clip(text: str, limit: int = 120) -> str:
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
+def cause_of(message: str) -> str:
+    """What the grammar library has against a pattern, without the pattern and its picture."""
+    causes = _CAUSE.findall(message)
+    head = message.split("\n", 1)[0]
+    return clip(
+        causes[0] if causes else head.rpartition("(in regex): ")[2].partition(" in regex /")[0], MAX_MESSAGE_LEN
+    )
+
+
 def in_one_line(message: str) -> str:
     """What a multi-line message of the grammar library says, without the picture of the place."""
     causes = _CAUSE.findall(message)

@@ -9,7 +9,7 @@ from typing import Any
 
 from vkit.errors import InvalidRequest
 from vkit.structured.gbnf import gbnf_to_lark, is_gbnf
-from vkit.structured.messages import clip, in_one_line, refused
+from vkit.structured.messages import cause_of, clip, in_one_line, refused
 from vkit.structured.schema import PreparedSchema, prepared_schema
 from vkit.structured.tags import structural_tag_grammar
 from vkit.types import StructuredOutputs
@@ -125,4 +125,4 @@ def _fault_of_pattern(pattern: str) -> str | None:
     from llguidance import LLMatcher
 
     message = LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(pattern))
-    return in_one_line(message).removeprefix("ERROR: ") if message else None
+    return cause_of(message) if message else None
