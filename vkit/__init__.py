@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     )
     from vkit.inputs import PromptOptions
     from vkit.llm import LLM
+    from vkit.parsers.events import ContentDelta, ReasoningDelta, ToolCallDelta
+    from vkit.parsers.json_calls import JsonCalls
+    from vkit.parsers.python_calls import PythonCalls
+    from vkit.parsers.reasoning_reader import ReasoningReader
+    from vkit.parsers.registry import register_reasoning_parser, register_tool_parser
+    from vkit.parsers.tool_reader import ToolReader
+    from vkit.parsers.xml_calls import XmlCalls
     from vkit.scoring import LabelScores
     from vkit.structured.compiler import check_constraint
     from vkit.types import (
@@ -50,12 +57,14 @@ __all__ = [
     "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
+    "ContentDelta",
     "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
     "ExitStatus",
     "FinishReason",
     "InvalidRequest",
+    "JsonCalls",
     "LabelScores",
     "Logprob",
     "MissingExtra",
@@ -63,16 +72,24 @@ __all__ = [
     "OutOfMemoryPreflight",
     "OutputKind",
     "PromptOptions",
+    "PythonCalls",
+    "ReasoningDelta",
     "ReasoningMarks",
+    "ReasoningReader",
     "RepetitionDetection",
     "RequestFailed",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "ToolCallDelta",
+    "ToolReader",
     "UsageError",
     "VkitError",
+    "XmlCalls",
     "check_constraint",
+    "register_reasoning_parser",
+    "register_tool_parser",
     "resolve_model",
 ]
 
@@ -81,6 +98,13 @@ _HOMES = {
     "vkit.beam_search": ("BeamSearchParams",),
     "vkit.inputs": ("PromptOptions",),
     "vkit.llm": ("LLM",),
+    "vkit.parsers.events": ("ContentDelta", "ReasoningDelta", "ToolCallDelta"),
+    "vkit.parsers.json_calls": ("JsonCalls",),
+    "vkit.parsers.python_calls": ("PythonCalls",),
+    "vkit.parsers.reasoning_reader": ("ReasoningReader",),
+    "vkit.parsers.registry": ("register_reasoning_parser", "register_tool_parser"),
+    "vkit.parsers.tool_reader": ("ToolReader",),
+    "vkit.parsers.xml_calls": ("XmlCalls",),
     "vkit.scoring": ("LabelScores",),
     "vkit.structured.compiler": ("check_constraint",),
     "vkit.config": ("EngineArgs", "EngineConfig"),

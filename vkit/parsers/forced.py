@@ -72,16 +72,27 @@ def forced_schema(tools: Sequence[Tool], name: str | None = None, *, parallel: b
 
 
 def forced_tags(
-    parser: type[ToolParser], tools: Sequence[Tool], name: str | None = None
-) -> list[tuple[str, Mapping[str, Any], str]]:
-    """(text before, schema of the arguments, text after) of every call that may be made in the family's own syntax."""
-    tags: list[tuple[str, Mapping[str, Any], str]] = []
+    parser: type[ToolParser], tools: Sequence[Tool], name: str | None = None, *, parallel: bool = True
+) -> dict[str, Any]:
+    """Structural tag of calls in the family's own syntax: one call to `name`, or at least one to any tool."""
+    tags: list[dict[str, Any]] = []
     for tool in tools:
         tool_name = tool["function"]["name"]
-        around = parser.native_tags(tool_name)
-        if around is not None and name in (None, tool_name):
-            tags.append((around[0], _parameters(tool), around[1]))
-    return tags
+        around = parser.native_tags(tool_name) if name in (None, tool_name) else None
+        if around is not None:
+            content = {"type": "json_schema", "json_schema": _parameters(tool)}
+            tags.append({"type": "tag", "begin": around[0], "content": content, "end": around[1]})
+    separator = parser.native_separator
+    calls = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator or "",
+        "at_least_one": True,
+        "stop_after_first": name is not None or separator is None or not parallel,
+    }
+    before, after = ({"type": "const_string", "value": text} for text in parser.native_block)
+    elements = [calls] if not any(parser.native_block) else [before, calls, after]
+    return {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:

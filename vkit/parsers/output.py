@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from vkit.errors import InvalidRequest
 from vkit.parsers.events import (
     ContentDelta,
     ParsedReply,
@@ -14,10 +15,11 @@ from vkit.parsers.events import (
     ReplyEvent,
     ToolCallDelta,
 )
-from vkit.parsers.forced import NamedCall, RequiredCalls, forcing_of
+from vkit.parsers.forced import NamedCall, RequiredCalls, forced_schema, forced_tags, forcing_of
 from vkit.parsers.reasoning_reader import ReasoningParser, opening_of
 from vkit.parsers.registry import reasoning_parser_for, tool_parser_for
 from vkit.parsers.tool_reader import Forcing, ToolParser
+from vkit.types import ReasoningMarks, StructuredOutputs
 
 TextOf = Callable[[Sequence[int]], str]
 """Text of token ids, special tokens included."""
@@ -187,10 +189,35 @@ class OutputParsers:
         """Whether the text must hold special tokens, because marks may be among them."""
         return self.parses_reasoning or self._opened_tools(context) is not None
 
-    def starts_reasoning(self, context: ReplyContext) -> bool:
-        """Whether the reply may begin with thoughts, so that a grammar has to wait."""
+    def reasoning_marks(self, context: ReplyContext) -> ReasoningMarks | None:
+        """The marks that a constraint on the answer has to wait for; None: there are no thoughts to come."""
         reasoning = self._opened_reasoning(context)
-        return reasoning is not None and not reasoning.has_ended
+        if reasoning is None or reasoning.has_ended or not reasoning.end:
+            return None
+        return ReasoningMarks(reasoning.end, reasoning.start if reasoning.is_undecided else None)
+
+    def forced_constraint(self, context: ReplyContext) -> StructuredOutputs | None:
+        """What the output must be for a forced choice to hold, after the thoughts; None: the choice forces nothing.
+
+        Raises:
+            InvalidRequest: the family's syntax cannot be enforced.
+        """
+        if context.tool_choice not in ("required", "named"):
+            return None
+        name = context.tool_name if context.tool_choice == "named" else None
+        marks, parallel = self.reasoning_marks(context), context.parallel_tool_calls
+        if self.forcing is Forcing.JSON:
+            schema = forced_schema(context.tools, name, parallel=parallel)
+            return StructuredOutputs(json=schema, begins_after=marks)
+        if self.forcing is Forcing.TAGS and self.tool_parser is not None:
+            tags = forced_tags(self.tool_parser, context.tools, name, parallel=parallel)
+            return StructuredOutputs(structural_tag=tags, begins_after=marks)
+        raise InvalidRequest(
+            f"tool_choice: no call can be forced in the syntax of {self._family()}", param="tool_choice"
+        )
+
+    def _family(self) -> str:
+        return self.tool_parser.names[0] if self.tool_parser is not None else "none"
 
     def open(self, context: ReplyContext) -> OutputParser:
         """A parser for one choice."""

@@ -56,6 +56,10 @@ class ReasoningParser(Protocol):
     def has_ended(self) -> bool:
         """Whether whatever comes is answer: a grammar applies, calls are calls."""
 
+    @property
+    def is_undecided(self) -> bool:
+        """Before any text: whether only a start mark would begin thoughts."""
+
 
 class ReasoningReader(Reader[ReasoningEvent]):
     """Base of the parsers. A subclass writes `read` from the steps of `Reader` and those below."""
@@ -65,6 +69,8 @@ class ReasoningReader(Reader[ReasoningEvent]):
     end: ClassVar[str] = "</think>"
     marker: ClassVar[str | None] = None
     marker_order: ClassVar[int] = 1000
+    needs_start: ClassVar[bool] = False
+    """Whether a text without a start mark is answer."""
 
     def __init__(self, opening: Opening = Opening.UNKNOWN, variables: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -76,6 +82,11 @@ class ReasoningReader(Reader[ReasoningEvent]):
     def starts_ended(self) -> bool:
         """Whether there are no thoughts to come, before any text."""
         return self.opening is Opening.ANSWERING
+
+    @property
+    def is_undecided(self) -> bool:
+        """Before any text: whether only a start mark would begin thoughts."""
+        return self.needs_start and self.opening is Opening.UNKNOWN
 
     @abstractmethod
     def read(self) -> Steps[None]:

@@ -39,6 +39,7 @@ class Registry(Generic[P]):
         self._package = package
         self._group = group
         self._classes: dict[str, type[P]] = {}
+        self._has_own = False
         self._offers: dict[str, discovery.Offer] | None = None
 
     def register(self, parser: type[P], *names: str) -> None:
@@ -102,9 +103,12 @@ class Registry(Generic[P]):
         return min(found, key=lambda cls: getattr(cls, "marker_order", LAST), default=None)
 
     def _load_own(self) -> None:
+        if self._has_own:
+            return
         package = import_module(self._package)
         for module in pkgutil.iter_modules(package.__path__):
             import_module(f"{self._package}.{module.name}")
+        self._has_own = True
 
     def _found(self) -> dict[str, discovery.Offer]:
         if self._offers is None:

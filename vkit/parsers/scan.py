@@ -96,6 +96,10 @@ class Reader(ABC, Generic[E]):
         """What the new text adds."""
         if not text:
             return []
+        if self._steps is None:
+            self.say(text)
+            events, self._events = self._events, []
+            return events
         pos = self._pos
         if self._pending_from < pos:
             self._pieces.append(self._text[self._pending_from : pos])

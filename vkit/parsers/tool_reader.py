@@ -41,6 +41,10 @@ class ToolParser(Protocol):
     marker_order: ClassVar[int]
     """Which marker is looked for first: the smallest."""
     forcing: ClassVar[Forcing]
+    native_block: ClassVar[tuple[str, str]]
+    """Text before the first call and after the last one, for `Forcing.TAGS`."""
+    native_separator: ClassVar[str | None]
+    """Text between two calls; None: only one can be forced."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None: ...
 
@@ -73,6 +77,8 @@ class ToolReader(Reader[ToolEvent]):
     marker: ClassVar[str | None] = None
     marker_order: ClassVar[int] = 1000
     forcing: ClassVar[Forcing] = Forcing.JSON
+    native_block: ClassVar[tuple[str, str]] = ("", "")
+    native_separator: ClassVar[str | None] = "\n"
     keeps_partial: ClassVar[bool] = False
     """Whether a text that stops inside a call gives the call with the parameters that were complete."""
 

@@ -16,6 +16,7 @@ class Mistral(ReasoningReader):
     end = "[/THINK]"
     marker = "[THINK]"
     marker_order = 10
+    needs_start = True
 
     def read(self) -> Steps[None]:
         """Answer, thoughts, answer."""

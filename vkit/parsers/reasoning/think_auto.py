@@ -15,6 +15,7 @@ class ThinkAuto(DeepseekR1):
     names = ("think_auto",)
     marker = "<think>"
     marker_order = 20
+    needs_start = True
 
     def read(self) -> Steps[None]:
         """Thoughts, if any, then answer."""

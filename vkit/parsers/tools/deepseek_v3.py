@@ -23,21 +23,20 @@ class DeepseekV3(JsonCalls):
     marker: ClassVar[str | None] = CALLS
     marker_order = 20
     forcing = Forcing.TAGS
+    native_block = (CALLS, CALLS_END)
 
     def read(self) -> Steps[None]:
-        """One block of calls."""
-        if (yield from self.prose(CALLS)) is None:
-            return
-        yield from self.space()
-        yield from self.expect(CALL)
-        while True:
-            yield from self.call()
+        """Blocks of calls."""
+        found = yield from self.prose(CALLS)
+        while found is not None:
             yield from self.space()
-            found = yield from self.expect(CALL, CALLS_END)
-            self.close_call()
-            if found == CALLS_END:
-                yield from self.drop()
-                return
+            mark = yield from self.expect(CALL)
+            while mark == CALL:
+                yield from self.call()
+                yield from self.space()
+                mark = yield from self.expect(CALL, CALLS_END)
+                self.close_call()
+            found = yield from self.drop(CALLS)
 
     def call(self) -> Steps[None]:
         """Consume a call after its opening mark."""
@@ -54,4 +53,4 @@ class DeepseekV3(JsonCalls):
     @classmethod
     def native_tags(cls, name: str) -> tuple[str, str] | None:
         """The marks up to the fence, and from the fence on."""
-        return f"{CALLS}{CALL}function{SEPARATOR}{name}\n{FENCE}json\n", f"\n{FENCE}{CALL_END}{CALLS_END}"
+        return f"{CALL}function{SEPARATOR}{name}\n{FENCE}json\n", f"\n{FENCE}{CALL_END}"

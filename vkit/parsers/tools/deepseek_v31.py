@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vkit.parsers.registry import register_tool_parser
 from vkit.parsers.scan import Steps
-from vkit.parsers.tools.deepseek_v3 import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, DeepseekV3
+from vkit.parsers.tools.deepseek_v3 import CALL, CALL_END, SEPARATOR, DeepseekV3
 
 
 @register_tool_parser
@@ -24,4 +24,4 @@ class DeepseekV31(DeepseekV3):
     @classmethod
     def native_tags(cls, name: str) -> tuple[str, str] | None:
         """The marks around the arguments."""
-        return f"{CALLS}{CALL}{name}{SEPARATOR}", f"{CALL_END}{CALLS_END}"
+        return f"{CALL}{name}{SEPARATOR}", CALL_END

@@ -23,6 +23,8 @@ class KimiK2(VerbatimCalls):
     marker = _SECTION
     marker_order = 190
     forcing = Forcing.TAGS
+    native_block = (_SECTION, _SECTION_END)
+    native_separator = None  # calls are numbered, which tags cannot do
 
     def read(self) -> Steps[None]:
         """Sections of calls."""
@@ -65,5 +67,5 @@ class KimiK2(VerbatimCalls):
 
     @classmethod
     def native_tags(cls, name: str) -> tuple[str, str] | None:
-        """Section, call and header of a first call, and the marks that close them."""
-        return f"{_SECTION}{_CALL}functions.{name}:0 {_ARGUMENTS}", f"{_CALL_END}{_SECTION_END}"
+        """The marks and the header of a first call, and the mark that closes it."""
+        return f"{_CALL}functions.{name}:0 {_ARGUMENTS}", _CALL_END

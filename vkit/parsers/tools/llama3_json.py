@@ -22,6 +22,7 @@ class Llama3Json(JsonCalls):
     marker = _TAG
     marker_order = 140
     forcing = Forcing.TAGS
+    native_separator = "; "
     argument_keys = ("arguments", "parameters")
 
     def read(self) -> Steps[None]:

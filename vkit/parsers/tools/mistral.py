@@ -24,6 +24,7 @@ class Mistral(VerbatimCalls):
     marker = _BEGIN
     marker_order = 60
     forcing = Forcing.TAGS
+    native_separator = ""
 
     def new_id(self) -> str:
         """Nine letters and digits, as the model's template demands."""
