@@ -29,6 +29,9 @@ VOCABULARIES = (
     *("aquila", "baichuan", "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "gpt-neox"),
     *("llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
 )
+WITHOUT_PRE_TOKENIZER = ("aquila", "gpt-neox")
+"""Files that name none: llama.cpp then uses another one than we do."""
+
 NUM_STRINGS = 1000
 
 LLAMA_CPP = """
@@ -69,7 +72,11 @@ def build(path: Path) -> Tokenizer:
 def random_strings(tokenizer: Tokenizer) -> list[str]:
     """Random characters, words of the vocabulary, and special tokens, in random company."""
     rng = random.Random(1)
-    special = [text for i in sorted(tokenizer.vocabulary.added_ids)[:40] if (text := tokenizer.token_piece(i)).strip()]
+    added = tokenizer.vocabulary.added_ids
+    # llama.cpp makes control tokens of some user-defined ones by their names, and phi-3's padding swallows space there.
+    own_ways = ("fim", "[PAD", "</s>", "<|tool_response>")
+    special = [text for i in sorted(added)[:80] if (text := tokenizer.token_piece(i)).strip()]
+    special = [text for text in special if not any(name in text for name in own_ways)]
     alphabet = "abcdefgh ABC  \n\t\r0123456789.,;:'\"!?<>|/\\-_=+()éèüßñ你好世界こんにちは안녕привет🙂🚀👍🏽"
     strings = []
     for _ in range(NUM_STRINGS):
@@ -79,7 +86,8 @@ def random_strings(tokenizer: Tokenizer) -> list[str]:
             if kind < 0.5:
                 parts.append("".join(rng.choice(alphabet) for _ in range(rng.randint(1, 12))))
             elif kind < 0.95 or not special:
-                parts.append(tokenizer.token_text(rng.randrange(tokenizer.vocab_size)).replace("\ufffd", ""))
+                token_id = rng.randrange(tokenizer.vocab_size)
+                parts.append("" if token_id in added else tokenizer.token_text(token_id).replace("\ufffd", ""))
             else:
                 parts.append(rng.choice(special))
         strings.append("".join(parts).replace("\0", ""))
@@ -98,7 +106,7 @@ def test_llama_cpps_own_vocabulary_tests(name: str) -> None:
         assert tokenizer.encode(text, add_special_tokens=False) == [int(i) for i in line.split()], text
 
 
-@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize("name", [name for name in VOCABULARIES if name not in WITHOUT_PRE_TOKENIZER])
 def test_random_strings_against_llama_cpp(name: str) -> None:
     python = folder("LLAMA_CPP_PYTHON")
     path = vocabulary_path(name)
