@@ -104,7 +104,7 @@ def test_weights_are_not_copied(tiny: Any, make_options: Callable[..., Any]) -> 
 def test_without_weights(tiny: Any, make_options: Callable[..., Any]) -> None:
     """Cache specs and the tensor list need no weight; nothing is loaded."""
     tiny.load = None
-    model = create_model(tiny, make_options(dtype="bfloat16"))
+    model = create_model(tiny, make_options(dtype="bfloat16", kv_cache_dtype="bfloat16"))
     specs = model.cache_specs()
     assert [spec.bytes_per_unit for spec in specs if spec is not None] == [2 * 2 * 16 * 2] * 3
     models.check_tensors(model, tiny)
