@@ -410,7 +410,7 @@ def resolve_dtype(asked: str, checkpoint_dtype: str, device: DeviceFacts) -> str
 
 
 def resolve_kv_cache_dtype(args: EngineArgs, checkpoint_dtype: str, device: DeviceFacts) -> str:
-    """What keys and values are kept in: the dtype asked for; for auto the compute dtype, or bfloat16 where that is wider.
+    """What keys and values are kept in: the dtype asked for; for auto the compute dtype, or bfloat16 if that is wider.
 
     On a CPU activations are float32 whatever the weights are; halving the cache halves what attention reads. Not so for
     float32 checkpoints, which ask for full precision, nor with `--cpu-precision exact`.
