@@ -167,6 +167,8 @@ def test_a_prompt_that_opened_the_block() -> None:
     assert parsers.reasoning_marks(context("none")) == ReasoningMarks("</think>", "<think>")
     assert parsers.reasoning_marks(context("none", "<|assistant|><think>\n\n</think>\n\n")) is None
     assert open_parsers("hermes").reasoning_marks(thinking) is None
+    assert parsers.starts_reasoning(thinking)
+    assert not parsers.starts_reasoning(context("none", "<|assistant|><think>\n\n</think>\n\n"))
 
 
 @pytest.mark.parametrize("name", ["think_auto", "deepseek_r1", "minimax_m2", "step3", "olmo3"])

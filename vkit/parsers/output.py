@@ -189,6 +189,11 @@ class OutputParsers:
         """Whether the text must hold special tokens, because marks may be among them."""
         return self.parses_reasoning or self._opened_tools(context) is not None
 
+    def starts_reasoning(self, context: ReplyContext) -> bool:
+        """Whether the reply may begin with thoughts."""
+        reasoning = self._opened_reasoning(context)
+        return reasoning is not None and not reasoning.has_ended
+
     def reasoning_marks(self, context: ReplyContext) -> ReasoningMarks | None:
         """The marks that a constraint on the answer has to wait for; None: there are no thoughts to come."""
         reasoning = self._opened_reasoning(context)
