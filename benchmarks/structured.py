@@ -2,9 +2,9 @@
 
     python benchmarks/structured.py [--vocab-size 131072] [--tokens 200] [--no-model]
 
-The first table fills masks of random walks through a schema, at batch 1 and 32, on the one thread that the engine uses.
-The second runs the demo model with and without a constraint: what counts is the step time that masks add, as they are
-filled while the model runs.
+The first table fills masks of random walks through a schema, at batch 1 and 32, on the one thread that the engine
+uses. The second runs the demo model with and without a constraint: what counts is the step time that masks add, since
+they are filled while the model runs.
 """
 
 from __future__ import annotations
