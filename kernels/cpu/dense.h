@@ -1,7 +1,7 @@
 // Products of activation rows with plain rows of float32, float16 or bfloat16, read where they lie.
 //
 // A tile is four weight rows by four activation rows: 16 accumulators that run along K, summed across lanes once at the
-// end. bfloat16 by bfloat16 uses the dot-product instruction where the CPU has it; everything else is widened to float32.
+// end. Everything is widened to float32. (bfloat16 weights have a faster product, gemm_pairs.h, that rounds activations.)
 #pragma once
 
 #include "rows.h"
@@ -21,7 +21,6 @@ struct Dense {
 };
 
 #if defined(__AVX512BW__)
-typedef __m512 VSum;
 // Lane sums of 16 vectors, as the lanes of one.
 VK_INLINE VF sum16(const VF a[16]) {
     VF b[8], c[4], d[2];
@@ -45,47 +44,6 @@ VK_INLINE VF sum16(const VF a[16]) {
 }
 #endif
 
-#if defined(__AVX512BW__)
-#define VK_TARGET_BF16 __attribute__((target("avx512bf16")))
-const bool HAS_BF16 = __builtin_cpu_supports("avx512bf16");
-
-template <int R>
-VK_TARGET_BF16 __attribute__((noinline)) void dense_tile_bf16(const Dense& g, int64_t row, int64_t token, float* sums) {
-    const uint16_t* w = (const uint16_t*)g.weight + row * g.weight_stride;
-    const uint16_t* x = (const uint16_t*)g.x + token * g.x_stride;
-    __m512 acc[TILE * R];
-    for (int i = 0; i < TILE * R; ++i) acc[i] = _mm512_setzero_ps();
-    int64_t k = 0;
-    for (; k + 32 <= g.k; k += 32) {
-        __m512bh wv[TILE];
-VK_UNROLL(4)
-        for (int i = 0; i < TILE; ++i) {
-            wv[i] = (__m512bh)_mm512_loadu_si512(w + i * g.weight_stride + k);
-            _mm_prefetch((const char*)(w + i * g.weight_stride + k) + 1024, _MM_HINT_T0);
-        }
-VK_UNROLL(4)
-        for (int t = 0; t < R; ++t) {
-            const __m512bh xv = (__m512bh)_mm512_loadu_si512(x + t * g.x_stride + k);
-VK_UNROLL(4)
-            for (int i = 0; i < TILE; ++i) acc[TILE * t + i] = _mm512_dpbf16_ps(acc[TILE * t + i], wv[i], xv);
-        }
-    }
-    if (k < g.k) {
-        const __mmask32 mask = (__mmask32)((1ull << (g.k - k)) - 1);
-        for (int t = 0; t < R; ++t) {
-            const __m512bh xv = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + t * g.x_stride + k);
-            for (int i = 0; i < TILE; ++i) {
-                const __m512bh wv = (__m512bh)_mm512_maskz_loadu_epi16(mask, w + i * g.weight_stride + k);
-                acc[TILE * t + i] = _mm512_dpbf16_ps(acc[TILE * t + i], wv, xv);
-            }
-        }
-    }
-    __m512 all[16];
-    for (int i = 0; i < 16; ++i) all[i] = i < TILE * R ? acc[i] : _mm512_setzero_ps();
-    vf_store(sums, sum16(all));
-}
-#endif
-
 template <int R>
 __attribute__((noinline)) void dense_tile(const Dense& g, int64_t row, int64_t token, float* sums) {
     const void* w[TILE];
@@ -97,7 +55,10 @@ __attribute__((noinline)) void dense_tile(const Dense& g, int64_t row, int64_t t
     for (int64_t k = 0; k < g.k; k += 16) {
         VF wv[TILE];
 VK_UNROLL(4)
-        for (int i = 0; i < TILE; ++i) wv[i] = load_upto(w[i], g.weight_dtype, k, g.k);
+        for (int i = 0; i < TILE; ++i) {
+            wv[i] = load_upto(w[i], g.weight_dtype, k, g.k);
+            vk_prefetch_far(row_at(w[i], TILE * g.weight_stride + k, g.weight_dtype));  // the next four rows
+        }
 VK_UNROLL(4)
         for (int t = 0; t < R; ++t) {
             const VF xv = load_upto(x[t], g.x_dtype, k, g.k);
@@ -114,22 +75,8 @@ float dense_one(const Dense& g, int64_t row, int64_t token) {
     Dense one = g;
     one.weight_stride = 0;  // four times the same row
     one.weight = (const char*)row_at(g.weight, row * g.weight_stride, g.weight_dtype);
-#if defined(__AVX512BW__)
-    if (HAS_BF16 && g.weight_dtype == VK_BF16 && g.x_dtype == VK_BF16) {
-        dense_tile_bf16<1>(one, 0, token, sums);
-        return sums[0];
-    }
-#endif
     dense_tile<1>(one, 0, token, sums);
     return sums[0];
-}
-
-template <int R>
-VK_INLINE void dense_any(const Dense& g, int64_t row, int64_t token, float* sums) {
-#if defined(__AVX512BW__)
-    if (HAS_BF16 && g.weight_dtype == VK_BF16 && g.x_dtype == VK_BF16) return dense_tile_bf16<R>(g, row, token, sums);
-#endif
-    dense_tile<R>(g, row, token, sums);
 }
 
 VK_INLINE void store_one(void* p, int32_t dtype, int64_t i, float value) { store_part(p, dtype, i, vf_set1(value), 1); }
@@ -144,9 +91,9 @@ void dense_block(const Dense& g, int64_t row_begin, int64_t row_end, int64_t beg
                 for (int t = 0; t < height; ++t)
                     for (int i = 0; i < width; ++i) sums[TILE * t + i] = dense_one(g, row + i, token + t);
             } else if (height == TILE) {
-                dense_any<TILE>(g, row, token, sums);
+                dense_tile<TILE>(g, row, token, sums);
             } else {
-                dense_any<1>(g, row, token, sums);
+                dense_tile<1>(g, row, token, sums);
             }
             for (int t = 0; t < height; ++t) {
                 void* out = row_at(g.out, (token + t) * g.stride, g.dtype);

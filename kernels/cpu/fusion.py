@@ -21,11 +21,15 @@ def _name(node: Node) -> str:
 
 
 def _is_read_later(nodes: list[Node], index: int, region: Region) -> bool:
-    """Whether something after `index` reads the region before it is written anew."""
+    """Whether something after `index` reads the region before it is written anew.
+
+    Memory goes to another tensor only when its last one is gone, so a write by an op that reads nothing of it ends the
+    old contents as a whole.
+    """
     for node in nodes[index + 1 :]:
         if any(read.overlaps(region) for read in node.reads):
             return True
-        if any(write == region for write in node.writes):
+        if any(write.overlaps(region) for write in node.writes):
             return False
     return False
 
@@ -46,7 +50,7 @@ def _fuse_gates(nodes: list[Node], keep: int) -> list[Node]:
 
 
 def _is_gate_pair(gate: Node, up: Node, glu: Node) -> bool:
-    if _name(glu) != "GLU" or not _name(gate) == _name(up) == "GEMM":
+    if _name(glu) != "GLU" or _name(gate) != _name(up) or _name(gate) not in ("GEMM", "GEMM_PAIRS"):
         return False
     one, two, width = gate.op, up.op, glu.op.n[0]
     size = glu.reads[0].row_bytes // (2 * width)

@@ -140,8 +140,7 @@ void gemm_rows(const Gemm& g, int64_t group, int64_t first, int64_t end) {
     }
 }
 
-template <class F>
-void gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+Gemm open_gemm(const VkOp* op, const VkStep* step) {
     Gemm g;
     g.x = (const uint8_t*)op->p[0];
     g.weight = (const uint8_t*)op->p[1];
@@ -155,6 +154,14 @@ void gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     g.dtype = (int32_t)op->n[3];
     g.stride = op->n[4];
     g.epilogue = op->n[5];
+    g.num_supers = 0;
+    g.group_bytes = 0;
+    return g;
+}
+
+template <class F>
+void gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    Gemm g = open_gemm(op, step);
     g.num_supers = g.k / F::SUPER;
     g.group_bytes = g.num_supers * F::BYTES;
     const int64_t groups = (g.rows + 15) / 16;
@@ -259,9 +266,22 @@ void pack(const VkOp* op, VkCtx* ctx) {
     });
 }
 
+void pack_pairs(const VkOp* op, VkCtx* ctx) {
+    const int64_t rows = op->n[1], pairs = op->n[2] / 2;
+    vk_for_each(ctx, (rows + 15) / 16, [&](int64_t group) {
+        uint8_t* dst = (uint8_t*)op->p[1] + group * pairs * 64;
+        for (int r = 0; r < 16; ++r) {
+            const int64_t row = 16 * group + r < rows ? 16 * group + r : rows - 1;
+            const uint8_t* src = (const uint8_t*)op->p[0] + row * op->n[3];
+            for (int64_t j = 0; j < pairs; ++j) vk_put32(dst, 16 * j + r, vk_u32(src + 4 * j));
+        }
+    });
+}
+
 // p: rows as in the file, packed. n: format, rows, K, bytes from one row to the next.
 void op_pack(const VkOp* op, const VkStep*, VkCtx* ctx) {
     switch (op->n[0]) {
+        case VK_BF16: return pack_pairs(op, ctx);
 #define VK_CASE(F) \
     case F::FORMAT: return pack<F>(op, ctx);
         VK_FOR_EACH_FORMAT(VK_CASE)
@@ -317,6 +337,61 @@ void op_embed(const VkOp* op, const VkStep* step, VkCtx* ctx) {
             default:
                 for (int64_t i = 0; i < k; i += 16) store_upto(out, dtype, i, k, load_upto(table, format, i, k));
         }
+    });
+}
+
+}  // namespace
+
+#define VK_PAIRS pairs
+#define VK_DOT 0
+#include "gemm_pairs.h"
+#undef VK_PAIRS
+#undef VK_DOT
+#if defined(__AVX512BW__)
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+#define VK_PAIRS pairs_dot
+#define VK_DOT 1
+#include "gemm_pairs.h"
+#undef VK_PAIRS
+#undef VK_DOT
+#pragma GCC pop_options
+#endif
+
+namespace {
+
+// As op_gemm, for bfloat16 weights.
+void op_gemm_pairs(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+#if defined(__AVX512BW__)
+    if (HAS_BF16) return pairs_dot::run(op, step, ctx);
+#endif
+    pairs::run(op, step, ctx);
+}
+
+// p: x, out. n: K, x dtype, x stride, kind (see block_kind).
+void op_quantize(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t m = vk_rows(op, step), k = op->n[0], stride = op->n[2], kind = op->n[3];
+    const int32_t dtype = (int32_t)op->n[1];
+    vk_for_each(ctx, m, [&](int64_t row) {
+        const void* x = row_at(op->p[0], row * stride, dtype);
+        if (kind == KIND_FLOATS) {
+            for (int64_t i = 0; i < k; i += 16) store_upto((float*)op->p[1] + row * k, VK_F32, i, k, load_upto(x, dtype, i, k));
+            return;
+        }
+        if (kind == KIND_PAIRS) {
+            int height;
+            const int64_t first = piece_of(m, row, &height);
+#if defined(__AVX512BW__)
+            if (HAS_BF16) {
+                uint8_t* piece = (uint8_t*)op->p[1] + first * (k / 2) * pairs_dot::PAIR_BYTES;
+                return pairs_dot::pack_row(x, dtype, k, piece, height, (int)(row - first));
+            }
+#endif
+            uint8_t* piece = (uint8_t*)op->p[1] + first * (k / 2) * pairs::PAIR_BYTES;
+            return pairs::pack_row(x, dtype, k, piece, height, (int)(row - first));
+        }
+        QuantRow q = QuantRow::at(op->p[1], m, row, k, kind);
+        for (int64_t i = 0; i < k; i += 32) QuantRow::put(&q, load16(x, dtype, i), load16(x, dtype, i + 16));
     });
 }
 

@@ -27,7 +27,7 @@ constexpr int64_t SERIAL_VALUES = 16384;
 
 int32_t is_parallel(const VkOp* op, int64_t rows) {
     switch (op->opcode) {
-        case VK_OP_PACK: case VK_OP_GEMM: case VK_OP_GEMM_EXACT: case VK_OP_DENSE: case VK_OP_READ: case VK_OP_ATTENTION:
+        case VK_OP_PACK: case VK_OP_GEMM: case VK_OP_GEMM_PAIRS: case VK_OP_GEMM_EXACT: case VK_OP_DENSE: case VK_OP_READ: case VK_OP_ATTENTION:
             return 1;
         case VK_OP_ROPE: return rows * (op->n[0] + op->n[1]) * op->n[2] > SERIAL_VALUES;
         case VK_OP_WRITE_KV: case VK_OP_ATTENTION_JOIN: return rows * op->n[0] * op->n[2] > SERIAL_VALUES;
@@ -46,7 +46,7 @@ size_t shared(const VkOp* op, const VkStep* step) {
 const VkLevel LEVEL = {
     VK_STR(VK_LEVEL_NAME),
     {
-        op_pack, op_quantize, op_gemm, op_gemm_exact, op_dense, op_embed, op_rms_norm, op_glu, op_rope, op_write_kv,
+        op_pack, op_quantize, op_gemm, op_gemm_pairs, op_gemm_exact, op_dense, op_embed, op_rms_norm, op_glu, op_rope, op_write_kv,
         op_attention, op_attention_join, op_combine, op_unary, op_layer_norm, op_argmax, op_read,
     },
     is_parallel,

@@ -35,7 +35,20 @@ ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = -1, -2, -3
 FLAG_INDEPENDENT = 1
 
 OPCODES = (
-    *("PACK", "QUANTIZE", "GEMM", "GEMM_EXACT", "DENSE", "EMBED", "RMS_NORM", "GLU", "ROPE", "WRITE_KV", "ATTENTION"),
+    *(
+        "PACK",
+        "QUANTIZE",
+        "GEMM",
+        "GEMM_PAIRS",
+        "GEMM_EXACT",
+        "DENSE",
+        "EMBED",
+        "RMS_NORM",
+        "GLU",
+        "ROPE",
+        "WRITE_KV",
+        "ATTENTION",
+    ),
     *("ATTENTION_JOIN", "COMBINE", "UNARY", "LAYER_NORM", "ARGMAX", "READ"),
 )
 OPCODE: dict[str, int] = {name: index for index, name in enumerate(OPCODES)}

@@ -18,7 +18,7 @@ from vkit.kernels.cpu.cache import Cache
 from vkit.kernels.cpu.dtypes import DTYPE_IDS
 from vkit.kernels.cpu.library import ROWS_SEQS, Library, Op, make_op
 from vkit.kernels.cpu.tape import Eager, Node, Recording, Region, Tape, current
-from vkit.kernels.cpu.weights import PACKED_FORMATS, WeightCache, block_kind
+from vkit.kernels.cpu.weights import KIND_FLOATS, KIND_PAIRS, PACKED_FORMATS, WeightCache, block_kind
 from vkit.kernels.paged import PagedBatch
 
 EPILOGUES = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
@@ -75,59 +75,34 @@ class Operations:
         weight = self.weights.get(data, qtype, columns)
         out = tape.empty((*x.shape[:-1], weight.num_rows), x.dtype)
         rows, factor = tape.rows(x.shape[:-1])
-        bias_address = self._float_constant(bias)
         numbers = [weight.format_id, weight.num_rows, columns, DTYPE_IDS[x.dtype], weight.num_rows, 0, stride]
         if self.is_exact:
-            floats, nodes = self._converted(x, stride, torch.float32)
-            numbers[6] = columns if nodes or floats is not x else stride
-            op = make_op(
-                "GEMM_EXACT",
-                rows,
-                (floats.data_ptr(), weight.address, bias_address, out.data_ptr()),
-                numbers,
-                row_factor=factor,
-            )
-            reads = region(floats, numbers[6])
+            name, (taken, nodes) = "GEMM_EXACT", self._floats(x, stride)
+            numbers[6] = stride if taken is x else columns
         else:
-            blocks, nodes = self._quantized(x, stride, qtype)
-            op = make_op(
-                "GEMM",
-                rows,
-                (blocks.data_ptr(), weight.address, bias_address, out.data_ptr()),
-                numbers,
-                row_factor=factor,
-            )
-            reads = region(blocks)
+            per_row = columns // 32 * self.library.block_bytes
+            name, (taken, nodes) = "GEMM", self._prepared(x, stride, block_kind(qtype), per_row)
+        pointers = (taken.data_ptr(), weight.address, self._float_constant(bias), out.data_ptr())
+        op = make_op(name, rows, pointers, numbers, row_factor=factor)
+        reads = region(x, stride) if taken is x else region(taken)
         tape.put([*nodes, Node(op, [reads], [region(out)])])
         return out
 
-    def _quantized(self, x: Tensor, stride: int, qtype: str) -> tuple[Tensor, list[Node]]:
-        """x in blocks for a weight format, and the op that fills them if they are not filled yet."""
-        tape, columns, kind = self.tape, x.shape[-1], block_kind(qtype)
+    def _prepared(self, x: Tensor, stride: int, kind: int, bytes_per_row: int) -> tuple[Tensor, list[Node]]:
+        """x in the form a product reads, and the op that brings it there unless an earlier one did."""
+        tape = self.tape
         where = region(x, stride)
-        per_row = columns // 32 * self.library.block_bytes
-        blocks, is_filled = tape.blocks(where, kind, self._capacity(x) * per_row)
+        prepared, is_filled = tape.blocks(where, kind, self._capacity(x) * bytes_per_row)
         if is_filled:
-            return blocks, []
+            return prepared, []
         rows, factor = tape.rows(x.shape[:-1])
-        numbers = (columns, DTYPE_IDS[x.dtype], stride, kind)
-        op = make_op("QUANTIZE", rows, (x.data_ptr(), blocks.data_ptr()), numbers, row_factor=factor)
-        return blocks, [Node(op, [where], [region(blocks)])]
+        numbers = (x.shape[-1], DTYPE_IDS[x.dtype], stride, kind)
+        op = make_op("QUANTIZE", rows, (x.data_ptr(), prepared.data_ptr()), numbers, row_factor=factor)
+        return prepared, [Node(op, [where], [region(prepared)])]
 
-    def _converted(self, x: Tensor, stride: int, dtype: torch.dtype) -> tuple[Tensor, list[Node]]:
-        """x in another dtype, rows adjacent, and the op that writes it; x itself if it is of that dtype."""
-        if x.dtype is dtype:
-            return x, []
-        tape, columns = self.tape, x.shape[-1]
-        where, kind = region(x, stride), -1 - DTYPE_IDS[dtype]
-        memory, is_filled = tape.blocks(where, kind, self._capacity(x) * columns * dtype.itemsize)
-        converted = memory.view(dtype)
-        if is_filled:
-            return converted, []
-        rows, factor = tape.rows(x.shape[:-1])
-        numbers = (columns, DTYPE_IDS[x.dtype], stride, kind, columns)
-        op = make_op("QUANTIZE", rows, (x.data_ptr(), converted.data_ptr()), numbers, row_factor=factor)
-        return converted, [Node(op, [where], [region(memory)])]
+    def _floats(self, x: Tensor, stride: int) -> tuple[Tensor, list[Node]]:
+        """x in float32: itself, or rows side by side."""
+        return (x, []) if x.dtype is torch.float32 else self._prepared(x, stride, KIND_FLOATS, 4 * x.shape[-1])
 
     def _capacity(self, x: Tensor) -> int:
         """Rows that memory derived from x must hold in the largest step."""
@@ -142,21 +117,35 @@ class Operations:
         stride = collapsed_stride(x)
         if stride is None or weight.dtype not in DTYPE_IDS or weight.stride(1) != 1 or not weight.numel():
             return self._fallback("linear", x, weight, bias)
-        tape, columns = self.tape, x.shape[-1]
+        tape, columns, num_rows = self.tape, x.shape[-1], weight.shape[0]
         rows, factor = tape.rows(x.shape[:-1])
-        out = tape.empty((*x.shape[:-1], weight.shape[0]), x.dtype)
-        rounds = weight.dtype is torch.bfloat16 and not self.is_exact
-        taken, nodes = self._converted(x, stride, torch.bfloat16) if rounds else (x, [])
-        if taken is not x:
-            stride = columns
+        out = tape.empty((*x.shape[:-1], num_rows), x.dtype)
+        bias_address, out_id = self._float_constant(bias), DTYPE_IDS[x.dtype]
+        if weight.dtype is torch.bfloat16 and not self.is_exact and columns % 2 == 0:
+            packed = self.weights.get(weight.view(torch.uint8), "BF16", columns)
+            taken, nodes = self._prepared(x, stride, KIND_PAIRS, 4 * columns)
+            pointers = (taken.data_ptr(), packed.address, bias_address, out.data_ptr())
+            op = make_op(
+                "GEMM_PAIRS", rows, pointers, (packed.format_id, num_rows, columns, out_id, num_rows), row_factor=factor
+            )
+            tape.put([*nodes, Node(op, [region(taken)], [region(out)])])
+            return out
         numbers = (
-            *(DTYPE_IDS[weight.dtype], weight.shape[0], columns, DTYPE_IDS[taken.dtype], stride, weight.stride(0)),
-            *(DTYPE_IDS[out.dtype], weight.shape[0]),
+            *(
+                DTYPE_IDS[weight.dtype],
+                num_rows,
+                columns,
+                DTYPE_IDS[x.dtype],
+                stride,
+                weight.stride(0),
+                out_id,
+                num_rows,
+            ),
         )
-        pointers = (taken.data_ptr(), weight.data_ptr(), self._float_constant(bias), out.data_ptr())
-        op = make_op("DENSE", rows, pointers, numbers, row_factor=factor)
-        reads = region(x, stride) if taken is x else region(taken)
-        tape.put([*nodes, Node(op, [reads], [region(out)])])
+        op = make_op(
+            "DENSE", rows, (x.data_ptr(), weight.data_ptr(), bias_address, out.data_ptr()), numbers, row_factor=factor
+        )
+        tape.put([Node(op, [region(x, stride)], [region(out)])])
         return out
 
     # ---------------------------------------------------------------------------------------- look-ups

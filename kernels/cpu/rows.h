@@ -5,6 +5,10 @@
 
 namespace {
 
+#if defined(__AVX512BW__)
+const bool HAS_BF16 = __builtin_cpu_supports("avx512bf16");
+#endif
+
 VK_INLINE float load_one(const void* p, int32_t dtype, int64_t i) {
     if (dtype == VK_F32) return ((const float*)p)[i];
     uint16_t half[16] = {((const uint16_t*)p)[i]};
@@ -74,6 +78,9 @@ VK_INLINE int64_t piece_of(int64_t m, int64_t row, int* height) {
     }
 }
 
+// Kinds of other products than those of quantised weights: pairs for bfloat16 (gemm_pairs.h), plain float32 rows.
+constexpr int64_t KIND_PAIRS = -1, KIND_FLOATS = -2;
+
 VK_INLINE int64_t kind_bias(int64_t kind) { return kind >> 2; }
 VK_INLINE bool kind_is_min(int64_t kind) { return kind & 2; }
 VK_INLINE bool kind_is_halves(int64_t kind) { return kind & 1; }
@@ -118,23 +125,5 @@ struct QuantRow {
         q->block += q->height * BLOCK_BYTES;
     }
 };
-
-// p: x, out. n: K, x dtype, x stride, kind; a negative kind converts to that dtype instead (-1 - dtype), n[4] the
-// stride of the output, whose tail up to the stride is zeroed.
-void op_quantize(const VkOp* op, const VkStep* step, VkCtx* ctx) {
-    const int64_t m = vk_rows(op, step), k = op->n[0], stride = op->n[2], kind = op->n[3];
-    const int32_t dtype = (int32_t)op->n[1];
-    vk_for_each(ctx, m, [&](int64_t row) {
-        const void* x = row_at(op->p[0], row * stride, dtype);
-        if (kind < 0) {
-            const int32_t to = (int32_t)(-1 - kind);
-            void* out = row_at(op->p[1], row * op->n[4], to);
-            for (int64_t i = 0; i < k; i += 16) store_upto(out, to, i, op->n[4], load_upto(x, dtype, i, k));
-            return;
-        }
-        QuantRow q = QuantRow::at(op->p[1], m, row, k, kind);
-        for (int64_t i = 0; i < k; i += 32) QuantRow::put(&q, load16(x, dtype, i), load16(x, dtype, i + 16));
-    });
-}
 
 }  // namespace

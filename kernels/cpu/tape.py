@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vkit.kernels.cpu.library import OPCODES, ROWS_LOGITS, ROWS_SEQS, ROWS_TOKENS, Library, Op
 
-_OUT_STRIDE = {"GEMM": 4, "GEMM_EXACT": 4, "DENSE": 7}
+_OUT_STRIDE = {"GEMM": 4, "GEMM_PAIRS": 4, "GEMM_EXACT": 4, "DENSE": 7}
 """Where products (whose result is p[3]) keep the distance between its rows."""
 
 

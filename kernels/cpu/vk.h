@@ -23,8 +23,9 @@ enum VkRows { VK_ROWS_TOKENS = -1, VK_ROWS_LOGITS = -2, VK_ROWS_SEQS = -3 };
 
 enum VkOpcode {
     VK_OP_PACK = 0,        // weight rows as stored in the file -> packed groups of 16 rows
-    VK_OP_QUANTIZE,        // float rows -> int8 blocks with scale and sums
+    VK_OP_QUANTIZE,        // float rows -> what a product reads: int8 blocks with scale and sums, or pairs
     VK_OP_GEMM,            // int8 blocks x packed weight -> float rows
+    VK_OP_GEMM_PAIRS,      // bfloat16 pairs x packed bfloat16 weight -> float rows
     VK_OP_GEMM_EXACT,      // float rows x packed weight, dequantised in registers
     VK_OP_DENSE,           // float rows x plain rows of F32, F16 or BF16
     VK_OP_EMBED,           // rows of a plain or quantised table, read where the file has them

@@ -27,6 +27,9 @@ HALVES = frozenset({"Q2_K", "Q3_K", "Q6_K", "NVFP4"})
 """What each format wants to know of its activations: see formats.h."""
 PACKED_FORMATS = frozenset(BIASES) | MINIMUMS
 
+KIND_PAIRS, KIND_FLOATS = -1, -2
+"""Activations for bfloat16 weights (pairs of up to 8 bytes), and for exact products."""
+
 
 def block_kind(qtype: str) -> int:
     """Which sums an activation block carries for this weight format."""

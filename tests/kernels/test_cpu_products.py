@@ -82,12 +82,21 @@ def test_tokens_do_not_see_each_other(level: str, operations: Operations, golden
             )
 
 
+def test_tokens_do_not_see_each_other_in_bfloat16(level: str, operations: Operations) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(50, 66).bfloat16(), torch.randn(90, 66)
+    together = operations.linear(x, weight)
+    for first, count in ((0, 1), (5, 2), (17, 7), (3, 31)):
+        rows = slice(first, first + count)
+        assert torch.equal(operations.linear(x[rows], weight), together[rows])
+
+
 def test_threads_do_not_change_results(
     level: str, library: Library, operations: Operations, golden_blocks: dict[str, Tensor]
 ) -> None:
     torch.manual_seed(0)
     data, weight = random_weight(golden_blocks, "Q5_K", 200, 3)
-    x, dense = torch.randn(70, weight.shape[1]), torch.randn(90, weight.shape[1]).bfloat16()
+    x, dense = torch.randn(70, weight.shape[1]), torch.randn(90, weight.shape[1]).half()
     before = library.num_threads
     results = []
     for count in (1, 2, 5):
@@ -125,10 +134,10 @@ def test_plain_product(
     torch.manual_seed(0)
     x, weight, bias = torch.randn(tokens, columns), torch.randn(rows, columns).to(weight_dtype), torch.randn(rows)
     y = operations.linear(x, weight, bias)
-    if weight_dtype is torch.bfloat16 and not is_exact:
-        x = x.bfloat16()  # the fast path rounds activations to the weight's type
     error = (y - bias - x.double() @ weight.double().T) / spread(x, weight.double())
-    assert error.abs().max() < 1e-5
+    # The fast product with bfloat16 weights may round activations to the weight's type, by half of 2^-8.
+    is_rounding = weight_dtype is torch.bfloat16 and not is_exact
+    assert error.abs().max() < (2**-9 * 6 if is_rounding else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
