@@ -31,6 +31,7 @@ def doctor(json: _options.JsonFlag = False) -> None:
         "devices": devices(),
         "memory": memory(),
         "kernel_backends": kernel_backends(),
+        "cpu_kernels": cpu_kernels(),
         "missing_extras": missing_extras(requires("vkit") or ()),
         "model": _model(),
         "plugins": _plugins(),
@@ -80,6 +81,16 @@ def kernel_backends() -> dict[str, str]:
         for backend in backends(device_type):
             states[f"{backend.name} ({device_type})"] = backend.unavailable or "available"
     return states
+
+
+def cpu_kernels() -> dict[str, Any] | None:
+    """The native kernels' level, threads and measured memory read rate; None without them."""
+    from vkit.kernels import backends
+
+    for backend in backends("cpu"):
+        if backend.report is not None:
+            return dict(backend.report())
+    return None
 
 
 def missing_extras(requirements: Iterable[str]) -> dict[str, list[str]]:
@@ -140,9 +151,14 @@ def _rows(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "memory", f"{_render.size(host['available_bytes'])} of {_render.size(host['total_bytes'])} available"
     for name, state in report["kernel_backends"].items():
         yield f"kernels: {name}", state
+    native, model = report["cpu_kernels"], report["model"]
+    if native:
+        rate = native["bytes_per_s"]
+        yield "cpu kernels", f"{native['level']}, {native['threads']} threads, read {rate / 1e9:.1f} GB/s"
+        if model:
+            yield "a token", f"{model['num_bytes'] / rate * 1e3:.1f} ms if only reading the model's weights took time"
     for extra, distributions in report["missing_extras"].items():
         yield f"extra: {extra}", f"not installed: {', '.join(distributions)} (pip install 'vkit[{extra}]')"
-    model = report["model"]
     yield "model", f"{model['name']}, {_render.size(model['num_bytes'])}" if model else "none installed"
     for plugin in report["plugins"]:
         yield "plug-in", plugin

@@ -51,6 +51,8 @@ class Backend:
     """Replaces `default_kv_layout`, same arguments."""
     configure: Callable[[int, bool], None] | None = None
     """Takes the number of threads, and whether activations must stay in floating point."""
+    report: Callable[[], Mapping[str, str | int | float]] | None = None
+    """Measures the machine: level, threads and bytes_per_s for the CPU. Takes up to a second."""
 
 
 class OpTable:

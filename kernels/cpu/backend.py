@@ -11,6 +11,7 @@ from vkit.kernels.cpu.cache import kv_layout
 from vkit.kernels.cpu.dtypes import DTYPE_IDS
 from vkit.kernels.cpu.library import LibraryError, load_library
 from vkit.kernels.cpu.ops import Operations
+from vkit.kernels.cpu.probe import read_rate
 from vkit.kernels.cpu.program import StepFunction, StepRunner
 from vkit.kernels.cpu.threads import usable_threads
 
@@ -47,7 +48,10 @@ def _backend() -> dispatch.Backend:
         library.set_num_threads(num_threads)
         operations.is_exact = is_exact
 
-    return replace(refused, find=find, wrap_step=wrap_step, kv_layout=kv_layout, configure=configure)
+    def report() -> dict[str, str | int | float]:
+        return {"level": library.level, "threads": library.num_threads, "bytes_per_s": read_rate(library)}
+
+    return replace(refused, find=find, wrap_step=wrap_step, kv_layout=kv_layout, configure=configure, report=report)
 
 
 dispatch.register_backend(_backend())

@@ -29,6 +29,10 @@ def test_doctor_tells_what_is_there(vkit_run: Run) -> None:
     assert shown["devices"][0]["kind"] == "cpu"
     assert len(shown["devices"]) == 1 + torch.cuda.device_count()
     assert shown["kernel_backends"]["reference"] == "available"
+    native = shown["cpu_kernels"]
+    if native is not None:
+        assert native["level"] in ("scalar", "avx2", "avx512vnni")
+        assert native["bytes_per_s"] > 1e8
     page = vkit_run("doctor")
     assert page.status == 0
     for words in (vkit.__version__, torch.__version__, "kernels: reference", "available", "threads"):

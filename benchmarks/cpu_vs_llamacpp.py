@@ -1,0 +1,223 @@
+"""vkit against llama.cpp on the same GGUF files and the same CPU, in turns, round by round.
+
+    python benchmarks/cpu_vs_llamacpp.py MODEL.gguf... --llama-python PATH --llama-bench llamacpp_bench.py
+        [--threads 2] [--rounds 5] [--clock wall|cpu]
+        [--pp 128,512,2048] [--depth 0,2048] [--batch 1,8,32] [--json out.json]
+
+`--llama-python` is an interpreter with llama-cpp-python built natively; `--llama-bench` the program that times one side
+(../shared/bench/llamacpp_bench.py). For vkit a whole engine step is timed, scheduling and sampling included; for
+llama.cpp the decode call alone. Both keep their model loaded; each round runs one side, then the other. Printed are the
+medians over rounds in tokens per second and the ratio vkit / llama.cpp. Wall time needs a machine that is idle
+otherwise; `--clock cpu` counts processor time instead, for `--threads 1` on a busy one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+WARM_UP_STEPS = 3
+DECODE_STEPS = 32
+BATCH_PROMPT = 16
+
+
+class VkitSide:
+    """One loaded engine and its timed scenarios."""
+
+    def __init__(self, model: str, threads: int, clock: Callable[[], float], limit: int, batch: int) -> None:
+        from vkit.config import EngineArgs
+        from vkit.loading import load_model
+
+        blocks = -(-(limit + 64) // 32) + batch * (-(-(BATCH_PROMPT + DECODE_STEPS + 16) // 32)) + 8
+        loaded = load_model(
+            EngineArgs(
+                model=model,
+                threads=threads,
+                max_model_len=limit + 64,
+                max_num_batched_tokens=max(limit, 2048),
+                num_blocks=blocks,
+                enable_prefix_caching=False,
+            )
+        )
+        self._engine, self._inputs, self._clock = loaded.engine, loaded.inputs, clock
+        self._vocab_size = loaded.inputs.vocab_size
+        self._random = random.Random(1)
+        self._count = 0
+
+    def _add(self, num_tokens: int, max_tokens: int) -> None:
+        from vkit.types import SamplingParams
+
+        prompt = [self._random.randrange(3, self._vocab_size) for _ in range(num_tokens)]
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self._count += 1
+        self._engine.add_request(self._inputs.process(prompt, params, request_id=f"{self._count}"))
+
+    def _step(self) -> float:
+        started = self._clock()
+        self._engine.step()
+        return self._clock() - started
+
+    def _drain(self) -> None:
+        while self._engine.scheduler.has_unfinished:
+            self._engine.step()
+
+    def prefill(self, num_tokens: int) -> float:
+        """Tokens per second of one prompt in one step."""
+        self._add(num_tokens, 1)
+        seconds = self._step()
+        self._drain()
+        return num_tokens / seconds
+
+    def decode(self, depth: int, num_seqs: int) -> float:
+        """Tokens per second of `num_seqs` sequences, each with `depth` tokens before the first timed one."""
+        for _ in range(num_seqs):
+            self._add(max(depth, 1), DECODE_STEPS + WARM_UP_STEPS + 1)
+        for _ in range(WARM_UP_STEPS):
+            self._step()
+        seconds = sum(self._step() for _ in range(DECODE_STEPS))
+        self._drain()
+        return num_seqs * DECODE_STEPS / seconds
+
+
+def vkit_side(options: argparse.Namespace) -> None:
+    """Answer each line on stdin with one round's figures, as JSON."""
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    limit = max([*options.pp, *options.depth, BATCH_PROMPT]) + DECODE_STEPS
+    side = VkitSide(options.models[0], options.threads, clock, limit, max(options.batch))
+
+    def measure() -> dict[str, float]:
+        found = {f"prefill {count}": side.prefill(count) for count in options.pp}
+        found.update({f"decode at {depth}": side.decode(depth, 1) for depth in options.depth})
+        found.update({f"batch {count}": side.decode(BATCH_PROMPT, count) for count in options.batch if count > 1})
+        return found
+
+    measure()
+    print(json.dumps({"ready": True}), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(measure()), flush=True)
+
+
+class Child:
+    """A side in a process of its own that answers a line with a line."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._read()
+
+    def round(self) -> dict[str, Any]:
+        """The figures of one round."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("round\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the side."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._process.args!r} ended without an answer")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def llama_children(options: argparse.Namespace, model: str) -> list[tuple[dict[str, str], Child]]:
+    """Processes that together time what the options ask for, and how their figures are called here."""
+    common = [options.llama_python, options.llama_bench, model, "--interactive", "--reps", "1"]
+    common += ["--threads", str(options.threads), "--clock", options.clock, "--tg", str(DECODE_STEPS)]
+    common += ["--batch-prompt", str(BATCH_PROMPT), "--batch-steps", str(DECODE_STEPS)]
+    several = [count for count in options.batch if count > 1]
+    children = []
+    for index in range(max(len(options.pp), len(options.depth))):
+        names, extra = {}, []
+        if index < len(options.pp):
+            names["pp"] = f"prefill {options.pp[index]}"
+            extra += ["--pp", str(options.pp[index])]
+        else:
+            extra += ["--pp", "0"]
+        if index < len(options.depth):
+            names["tg"] = f"decode at {options.depth[index]}"
+            extra += ["--depth", str(options.depth[index])]
+        extra += ["--batch", "" if index else ",".join(map(str, several))]
+        if not index:
+            names.update({f"batch{count}": f"batch {count}" for count in several})
+        children.append((names, Child([*common, *extra])))
+    return children
+
+
+def compare(options: argparse.Namespace, model: str) -> dict[str, dict[str, float]]:
+    """Medians over interleaved rounds: figure -> {"vkit", "llama.cpp", "ratio"}."""
+    arguments = ["--threads", str(options.threads), "--clock", options.clock]
+    for name in ("pp", "depth", "batch"):
+        arguments += [f"--{name}", ",".join(map(str, getattr(options, name)))]
+    ours = Child([sys.executable, __file__, model, "--vkit-side", *arguments])
+    theirs = llama_children(options, model)
+    found: dict[str, dict[str, list[float]]] = {}
+    for _ in range(options.rounds):
+        for name, rate in ours.round().items():
+            found.setdefault(name, {"vkit": [], "llama.cpp": []})["vkit"].append(rate)
+        for names, child in theirs:
+            answer = child.round()
+            for key, name in names.items():
+                found[name]["llama.cpp"].append(answer[key]["tok_per_s"])
+    ours.close()
+    for _, child in theirs:
+        child.close()
+    medians = {name: {side: statistics.median(rates) for side, rates in sides.items()} for name, sides in found.items()}
+    return {name: {**sides, "ratio": sides["vkit"] / sides["llama.cpp"]} for name, sides in medians.items()}
+
+
+def main() -> None:
+    """Compare and print a table."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",") if part]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL.gguf")
+    parser.add_argument("--llama-python", default=sys.executable)
+    parser.add_argument(
+        "--llama-bench", default=str(Path(__file__).resolve().parents[2] / "shared/bench/llamacpp_bench.py")
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--pp", type=numbers, default=[128, 512, 2048])
+    parser.add_argument("--depth", type=numbers, default=[0, 2048])
+    parser.add_argument("--batch", type=numbers, default=[1, 8, 32])
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--vkit-side", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.clock == "cpu" and options.threads != 1:
+        parser.error("--clock cpu needs --threads 1: threads that wait burn processor time")
+    if options.vkit_side:
+        vkit_side(options)
+        return
+    results = {}
+    for model in options.models:
+        results[Path(model).name] = found = compare(options, model)
+        print(f"{Path(model).name}: tokens per second, {options.threads} threads, {options.clock} time")
+        for name, row in found.items():
+            print(
+                f"  {name:16s} vkit {row['vkit']:8.1f}   llama.cpp {row['llama.cpp']:8.1f}   ratio {row['ratio']:5.2f}"
+            )
+        sys.stdout.flush()
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
