@@ -36,6 +36,10 @@ def block_kind(qtype: str) -> int:
     return BIASES.get(qtype, 0) << 2 | (qtype in MINIMUMS) << 1 | (qtype in HALVES)
 
 
+_PACKED_AT_ONCE = 4 << 20
+"""Bytes of a weight that are packed before their pages are given back: what loading needs beyond the packed form."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight in groups of 16 rows."""
@@ -67,11 +71,18 @@ class WeightCache:
     def _pack(self, data: Tensor, qtype: str, num_columns: int) -> PackedWeight:
         library, format_id, num_rows = self._library, BLOCK_FORMATS[qtype].type_id, data.shape[0]
         num_bytes = -(-num_rows // 16) * library.group_bytes(format_id, num_columns)
-        address = library.allocate(num_bytes)
-        numbers = (format_id, num_rows, num_columns, data.stride(0))
-        library.run_now(make_op("PACK", num_rows, (data.data_ptr(), address), numbers))
-        # A mapped file's pages are clean and can be dropped; other memory ignores the hint unless it can be swapped.
-        library.release_mapping(data.data_ptr(), data.numel())
+        address, group_bytes, stride = (
+            library.allocate(num_bytes),
+            library.group_bytes(format_id, num_columns),
+            data.stride(0),
+        )
+        step = max(1, _PACKED_AT_ONCE // (16 * stride)) * 16
+        for row in range(0, num_rows, step):
+            source, count = data.data_ptr() + row * stride, min(step, num_rows - row)
+            target = address + row // 16 * group_bytes
+            library.run_now(make_op("PACK", count, (source, target), (format_id, count, num_columns, stride)))
+            # A mapped file's pages are clean and can be dropped; other memory ignores the hint unless it can be swapped.
+            library.release_mapping(source, count * stride)
         return PackedWeight(address, qtype, format_id, num_rows, num_columns)
 
     def _remember(self, storage: torch.UntypedStorage, key: tuple[int, tuple[int, ...], str]) -> None:
