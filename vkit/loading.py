@@ -26,7 +26,7 @@ from vkit.config import (
     resolve_dtype,
     resolve_kv_cache_dtype,
 )
-from vkit.device import Device, find_device
+from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor
@@ -205,6 +205,7 @@ class CheckedModel:
             checks=checks,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
+        return_freed_memory()
 
         def close() -> None:
             grammars.close()

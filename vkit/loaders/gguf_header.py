@@ -70,7 +70,8 @@ class TensorEntry:
 class GGUFMetadata(Mapping[str, Any]):
     """Keys of a GGUF file. Values are int, float, bool, str, a numpy array, or a list of strings or arrays.
 
-    Arrays are decoded when first asked for. A float32 number is the shortest decimal that rounds to it (1e-06, not
+    Arrays are decoded each time they are asked for, so that nobody pays for what only the tokenizer reads, nor keeps it: a
+    vocabulary's merges alone are megabytes. A float32 number is the shortest decimal that rounds to it (1e-06, not
     9.999999974752427e-07). Strings keep bytes that are not UTF-8 as surrogate escapes, so no two become equal.
     """
 
@@ -79,9 +80,7 @@ class GGUFMetadata(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = self._values[key]
-        if isinstance(value, _LazyArray):
-            value = self._values[key] = value.decode()
-        return value
+        return value.decode() if isinstance(value, _LazyArray) else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
