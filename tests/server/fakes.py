@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 
+from vkit import check_constraint
 from vkit.errors import InvalidRequest
 from vkit.metrics import EngineMetrics, MetricFamily, SequenceTimes, gauge
 from vkit.types import (
@@ -29,6 +30,7 @@ from vkit.types import (
     RequestMetrics,
     RequestOutput,
     SamplingParams,
+    StructuredOutputs,
 )
 
 BOS, EOS, EOT = 256, 257, 258
@@ -209,6 +211,9 @@ class FakeAsyncLLM:
             return False
         self.cached_prefixes.clear()
         return True
+
+    async def check_structured(self, constraint: StructuredOutputs) -> None:
+        check_constraint(constraint)
 
     async def shutdown(self) -> None:
         self.is_healthy = False

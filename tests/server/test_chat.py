@@ -245,8 +245,6 @@ async def test_thinking_is_defined_only_when_asked(serve):
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": []}, "tools"),
         ({"tools": [TOOL, TOOL]}, "tools.1.function.name"),
         ({"tools": [{"type": "x"}]}, "tools.0.type"),
@@ -258,7 +256,17 @@ async def test_thinking_is_defined_only_when_asked(serve):
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+            "response_format",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ({"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}, "use_beam_search": True}, "use_beam_search"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),

@@ -241,7 +241,9 @@ async def test_cut_tool_calls_agree(serve, model):
         {"structured_outputs": {"regex": "(["}},
         {"structured_outputs": {"grammar": "root ::= ("}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}},
-        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json": {"type": "string", "pattern": "(["}}},
+        {"structured_outputs": {"json": {"not": {"type": "string"}}}},
+        {"response_format": {"type": "structural_tag", "format": {"type": "poem"}}},
     ],
 )
 async def test_constraints_fail_closed(serve, model, extra):

@@ -270,11 +270,11 @@ async def test_tools_of_other_kinds_are_echoed_and_named(serve):
         ({"truncation": "what"}, "truncation"),
         ({"metadata": {"a": 5}}, "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
         ({"tools": [{"type": "custom", "name": "g", "format": {"type": "grammar"}}]}, "tools.0.format"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "response_format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
         ({"text": {"format": {"type": "what"}}}, "text.format.type"),
         ({"text": {"verbosity": "what"}}, "text.verbosity"),
@@ -284,7 +284,7 @@ async def test_tools_of_other_kinds_are_echoed_and_named(serve):
         ({"temperature": 3}, "temperature"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"guided_json": {}}, "guided_json"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(["}}, "structured_outputs"),
     ],
 )
 async def test_refusals_name_the_field(serve, extra, param):

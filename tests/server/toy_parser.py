@@ -16,6 +16,7 @@ from vkit.server.parsing import (
     ToolCall,
     ToolCallDelta,
 )
+from vkit.types import ReasoningMarks, StructuredOutputs
 
 OPEN, CLOSE = "<call>", "</call>"
 END_THINK = "</think>"
@@ -113,6 +114,14 @@ class ToyParsers:
 
     def starts_reasoning(self, context: ReplyContext) -> bool:
         return True
+
+    def reasoning_marks(self, context: ReplyContext) -> ReasoningMarks | None:
+        return ReasoningMarks(END_THINK, "<think>")
+
+    def forced_constraint(self, context: ReplyContext) -> StructuredOutputs | None:
+        if context.tool_choice not in ("required", "named"):
+            return None
+        return StructuredOutputs(regex=r"<call>[a-z_]+ \{[^}]*\}</call>", begins_after=self.reasoning_marks(context))
 
     def open(self, context: ReplyContext) -> ToyParser:
         return ToyParser(context)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from vkit.metrics import MetricFamily
-from vkit.types import RequestOutput, SamplingParams
+from vkit.types import RequestOutput, SamplingParams, StructuredOutputs
 
 
 class Tokenizer(Protocol):
@@ -129,6 +129,13 @@ class Engine(Protocol):
         """Outputs of one request as they come; closing the iterator early aborts the request.
 
         An abort ends the iterator with an output whose unfinished parts have finish_reason ABORT.
+        """
+
+    async def check_structured(self, constraint: StructuredOutputs) -> None:
+        """Compile a constraint away from the event loop.
+
+        Raises:
+            InvalidRequest: it cannot be enforced; the message names the offender.
         """
 
     async def abort(self, request_id: str) -> None:

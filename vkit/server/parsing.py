@@ -17,6 +17,7 @@ from vkit.parsers.events import (
     ToolCall,
     ToolCallDelta,
 )
+from vkit.types import ReasoningMarks, StructuredOutputs
 
 __all__ = [
     "ContentDelta",
@@ -68,6 +69,16 @@ class ReplyParsers(Protocol):
 
     def starts_reasoning(self, context: ReplyContext) -> bool:
         """Whether the reply may begin with thoughts."""
+
+    def reasoning_marks(self, context: ReplyContext) -> ReasoningMarks | None:
+        """The marks that a constraint on the answer has to wait for; None: there are no thoughts to come."""
+
+    def forced_constraint(self, context: ReplyContext) -> StructuredOutputs | None:
+        """What the output must be for a forced choice to hold, after the thoughts; None: the choice forces nothing.
+
+        Raises:
+            InvalidRequest: the family's syntax cannot be enforced.
+        """
 
     def open(self, context: ReplyContext) -> ReplyParser:
         """A parser for one choice."""

@@ -10,7 +10,7 @@ from typing import Any
 from vkit.errors import InvalidRequest
 from vkit.server.engine_protocol import Engine, Tokenizer
 from vkit.server.problems import ContextOverflow, bad_request
-from vkit.server.schema import ChoiceBody, ResponseFormat, SamplingBody, StructuredOutputsBody
+from vkit.server.schema import ChoiceBody, SamplingBody
 from vkit.server.settings import ServerSettings
 from vkit.types import MAX_LOGPROB_TOKEN_IDS, RepetitionDetection, SamplingParams, StructuredOutputs
 
@@ -309,61 +309,3 @@ def truncate_prompt(token_ids: list[int], body: SamplingBody, max_model_len: int
     if len(token_ids) <= asked:
         return token_ids
     return token_ids[:asked] if body.truncation_side == "right" else token_ids[-asked:]
-
-
-def structured_from_body(body: StructuredOutputsBody | None) -> StructuredOutputs | None:
-    """The constraint of `structured_outputs`.
-
-    Raises:
-        Problem: 400 unless exactly one constraint is set.
-    """
-    if body is None:
-        return None
-    if body.json_object is False:
-        raise bad_request("structured_outputs: json_object must be true", "structured_outputs")
-    if body.choice is not None and not body.choice:
-        raise bad_request("structured_outputs: choice must not be empty", "structured_outputs")
-    if body.grammar == "":
-        raise bad_request("structured_outputs: grammar must not be empty", "structured_outputs")
-    if body.regex is not None and "\0" in body.regex:
-        raise bad_request("structured_outputs: regex must not contain NUL", "structured_outputs")
-    try:
-        return StructuredOutputs(
-            json=body.json,
-            regex=body.regex,
-            choice=body.choice,
-            grammar=body.grammar,
-            json_object=body.json_object,
-            structural_tag=body.structural_tag,
-        )
-    except InvalidRequest as exc:
-        raise bad_request(str(exc), "structured_outputs") from None
-
-
-def structured_from_format(body: ResponseFormat | None) -> StructuredOutputs | None:
-    """The constraint of `response_format`.
-
-    Raises:
-        Problem: 400.
-    """
-    if body is None or body.type == "text":
-        return None
-    if body.type == "json_object":
-        return StructuredOutputs(json_object=True)
-    if body.type == "json_schema":
-        if body.json_schema is None:
-            raise bad_request("response_format.json_schema: this field is required", "response_format.json_schema")
-        if body.json_schema.schema is None:
-            return StructuredOutputs(json_object=True)
-        return StructuredOutputs(json=body.json_schema.schema)
-    if body.type == "structural_tag":
-        if body.format is not None:
-            return StructuredOutputs(structural_tag={"type": "structural_tag", "format": body.format})
-        if body.structures is not None and body.triggers is not None:
-            tag = {"type": "structural_tag", "structures": body.structures, "triggers": body.triggers}
-            return StructuredOutputs(structural_tag=tag)
-        raise bad_request("response_format: structural_tag needs format, or structures and triggers", "response_format")
-    raise bad_request(
-        f"response_format.type: expected text, json_object, json_schema or structural_tag, got {body.type[:50]!r}",
-        "response_format.type",
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from vkit.server.parsing import ReplyParsers
 from vkit.server.problems import clip, not_found, unavailable
 from vkit.server.sampling import Defaults
 from vkit.server.settings import ServerSettings
-from vkit.types import StructuredOutputs
 
 if TYPE_CHECKING:
     from vkit.server.openai.responses.store import ResponseStore
@@ -48,8 +47,6 @@ class ServerState:
         self.settings = settings
         self.metrics = ServerMetrics(settings.served_model_names[0], max_model_len)
         self.parsers: ReplyParsers = OutputParsers(None, None)
-        self.check_structured: Callable[[StructuredOutputs], None] | None = None
-        """Compiles a constraint, raising InvalidRequest; None when nothing can enforce one."""
         self.created = int(time.time())
         self.num_http_requests = 0
         """Inference requests being answered."""

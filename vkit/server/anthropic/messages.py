@@ -77,7 +77,13 @@ async def _prepare(call: Call, body: CountTokensBody, *, must_fit: bool = True) 
         raise bad_request("model: this field is required", "model")
     call.state.served_name(body.model)
     try:
-        return await prepare(call, chat_body(call, body), tool_use=tool_use(call, body), must_fit=must_fit)
+        return await prepare(
+            call,
+            chat_body(call, body),
+            tool_use=tool_use(call, body),
+            must_fit=must_fit,
+            format_field="output_config.format",
+        )
     except ContextOverflow as exc:
         # Clients shorten their history when they see these words.
         limit = exc.max_model_len - 1

@@ -24,7 +24,7 @@ from vkit.server.lowlevel.schemas import (
 )
 from vkit.server.openai.logprobs import LogprobWriter, floored, prompt_logprobs
 from vkit.server.openai.schemas import ChatMessage, ChatTokenLogprob, FunctionCall, ToolCallReply
-from vkit.server.openai.shared import effective_priority, enforceable, now, timings_of, usage_of, with_load_header
+from vkit.server.openai.shared import effective_priority, now, timings_of, usage_of, with_load_header
 from vkit.server.parsing import ReplyContext
 from vkit.server.problems import bad_request
 from vkit.server.prompts import check_token_ids
@@ -38,10 +38,10 @@ from vkit.server.sampling import (
     logit_bias,
     repetition_detection,
     room_for,
-    structured_from_body,
 )
 from vkit.server.schema import SamplingBody
 from vkit.server.stream import data_frame, ending_with_done
+from vkit.server.structured import Asked, after_reasoning, check_enforceable, from_body
 from vkit.types import FinishReason, PositionLogprobs
 
 OUTPUT_MODES = ("tokens", "text", "derender")
@@ -69,7 +69,7 @@ class Prepared:
 async def generate(call: Call) -> Response[Any]:
     """Continue token ids."""
     body = await call.body(GenerateBody)
-    prepared = _prepare(call, body)
+    prepared = await _prepare(call, body)
     run = Run(
         call.state,
         f"generate-tokens-{call.rid}",
@@ -83,7 +83,7 @@ async def generate(call: Call) -> Response[Any]:
     return call.json(_whole_reply(call, prepared, run, choices), headers=with_load_header(call, {}))
 
 
-def _prepare(call: Call, body: GenerateBody) -> Prepared:
+async def _prepare(call: Call, body: GenerateBody) -> Prepared:
     state = call.state
     model = state.served_name(body.model)
     mode = body.output_mode or "tokens"
@@ -102,6 +102,12 @@ def _prepare(call: Call, body: GenerateBody) -> Prepared:
     check_token_ids(body.token_ids, engine.tokenizer.vocab_size, "token_ids")
     room = room_for(len(body.token_ids), engine.max_model_len, "token_ids")
     params = _params(call, body.sampling_params, room)
+    constraint = from_body(body.sampling_params.structured_outputs)
+    if constraint is not None:
+        asked = Asked(constraint, "structured_outputs")
+        if body.reasoning_ended is False:
+            asked = after_reasoning(call, asked, _context_of(body))
+        params = params.with_(structured_outputs=await check_enforceable(call, asked))
     return Prepared(body, model, mode, EnginePrompt(list(body.token_ids), body.prompt_text, params), priority)
 
 
@@ -150,7 +156,6 @@ def _params(call: Call, body: SamplingParamsBody, room: int) -> Any:
         max_tokens=check_max_tokens(body.max_tokens, engine.max_model_len, "max_tokens"),
         logprobs=check_logprobs(body.logprobs, settings, "logprobs"),
         prompt_logprobs=check_logprobs(body.prompt_logprobs, settings, "prompt_logprobs"),
-        structured_outputs=enforceable(call, structured_from_body(body.structured_outputs), "structured_outputs"),
     )
     return finish_params(values, body.min_tokens, wanted, room, engine.tokenizer)
 
@@ -191,17 +196,7 @@ class _Writer:
         """The choice as a parsed chat message."""
         prepared = self.prepared
         context = prepared.body.parse_context or {}
-        parser = self.call.state.parsers.open(
-            ReplyContext(
-                prepared.body.prompt_text or "",
-                prepared.prompt.token_ids,
-                tuple(context.get("tools") or ()),
-                str(context.get("tool_choice") or "none"),
-                context.get("tool_name"),
-                context.get("parallel_tool_calls") is not False,
-                context.get("chat_template_kwargs") or {},
-            )
-        )
+        parser = self.call.state.parsers.open(_context_of(prepared.body))
         parsed = parser.parse(choice.text, choice.token_ids, was_cut=choice.finish_reason is FinishReason.LENGTH)
         reasoning = parsed.reasoning if context.get("include_reasoning") is not False else None
         message = ChatMessage(
@@ -213,6 +208,20 @@ class _Writer:
                 for item in parsed.tool_calls
             ]
         return message
+
+
+def _context_of(body: GenerateBody) -> ReplyContext:
+    """The chat request that was rendered to this one, as far as it says."""
+    context = body.parse_context or {}
+    return ReplyContext(
+        body.prompt_text or "",
+        body.token_ids,
+        tuple(context.get("tools") or ()),
+        str(context.get("tool_choice") or "none"),
+        context.get("tool_name"),
+        context.get("parallel_tool_calls") is not False,
+        context.get("chat_template_kwargs") or {},
+    )
 
 
 def _token_id_logprob(position: PositionLogprobs) -> GeneratedLogprob:

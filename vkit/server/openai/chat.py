@@ -36,7 +36,6 @@ from vkit.server.openai.shared import (
     note_no_effect,
     now,
     refuse_thinking_budget,
-    structured_outputs,
     timings_of,
     usage_of,
     wants_usage,
@@ -59,6 +58,7 @@ from vkit.server.sampling import (
 )
 from vkit.server.schema import UNSET, Json, SamplingBody, Unset, Usage
 from vkit.server.stream import data_frame, ending_with_done
+from vkit.server.structured import asked_by, check_enforceable, of_reply
 from vkit.types import FinishReason, PositionLogprobs
 
 logger = logging.getLogger("vkit.server.requests")
@@ -136,8 +136,17 @@ def render_context(prepared: Prepared) -> Json:
     }
 
 
-async def prepare(call: Call, body: ChatBody, *, tool_use: ToolUse | None = None, must_fit: bool = True) -> Prepared:
-    """The request, validated, rendered and tokenized. `must_fit`: refuse a prompt that leaves no room for output.
+async def prepare(
+    call: Call,
+    body: ChatBody,
+    *,
+    tool_use: ToolUse | None = None,
+    must_fit: bool = True,
+    format_field: str = "response_format",
+) -> Prepared:
+    """The request, validated, rendered and tokenized.
+
+    `must_fit`: refuse a prompt that leaves no room for output. `format_field`: what the client calls response_format.
 
     Raises:
         Problem: 400 or 404.
@@ -155,6 +164,7 @@ async def prepare(call: Call, body: ChatBody, *, tool_use: ToolUse | None = None
     check_priority(priority, call.settings)
     if tool_use is None:
         tool_use = _tool_use(call, body)
+    asked = asked_by(body, format_field=format_field)
     wanted = _wanted(call, body, best_of)
     chat = chat_prompt(call, body, tool_use)
     text = await render_chat(engine, chat, engine.compile_template)
@@ -167,6 +177,11 @@ async def prepare(call: Call, body: ChatBody, *, tool_use: ToolUse | None = None
     context = ReplyContext(
         text, token_ids, tool_use.tools, tool_use.choice, tool_use.name, tool_use.parallel, chat.variables
     )
+    asked = of_reply(call, asked, context)
+    if asked is not None:
+        if body.use_beam_search:
+            raise bad_request(f"use_beam_search: cannot be combined with {asked.field}", "use_beam_search")
+        params = params.with_(structured_outputs=await check_enforceable(call, asked))
     if state.parsers.needs_special_tokens(context):
         params = params.with_(skip_special_tokens=False)
     last = chat.messages[-1]
@@ -309,7 +324,6 @@ def _wanted(call: Call, body: ChatBody, best_of: int) -> Wanted:
         logprobs=logprobs,
         logprobs_field="logprobs: true",
         prompt_logprobs=asked_prompt,
-        structured_outputs=structured_outputs(call, body),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from litestar.response.base import Response
@@ -28,7 +28,6 @@ from vkit.server.openai.shared import (
     note_no_effect,
     now,
     refuse_thinking_budget,
-    structured_outputs,
     timings_of,
     usage_of,
     wants_usage,
@@ -49,6 +48,7 @@ from vkit.server.sampling import (
 )
 from vkit.server.schema import UNSET, Unset, Usage
 from vkit.server.stream import data_frame, ending_with_done
+from vkit.server.structured import asked_by, check_enforceable
 from vkit.types import PositionLogprobs
 
 logger = logging.getLogger("vkit.server.requests")
@@ -127,9 +127,13 @@ async def prepare(call: Call, body: CompletionBody) -> Prepared:
     note_no_effect(call, body)
     priority = effective_priority(call, body.priority)
     check_priority(priority, call.settings)
+    asked = asked_by(body)
+    if asked is not None and body.use_beam_search:
+        raise bad_request(f"use_beam_search: cannot be combined with {asked.field}", "use_beam_search")
     wanted = _wanted(call, body, best_of)
     engine = state.engine
     texts_or_ids = _prompt_list(body)
+    wanted = replace(wanted, structured_outputs=await check_enforceable(call, asked))
     prompts: list[EnginePrompt] = []
     echoes: list[str] = []
     for item in texts_or_ids:
@@ -184,7 +188,6 @@ def _wanted(call: Call, body: CompletionBody, best_of: int) -> Wanted:
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=asked_prompt,
-        structured_outputs=structured_outputs(call, body),
     )
 
 

@@ -33,7 +33,11 @@ def params_as_json(params: SamplingParams) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, StructuredOutputs | RepetitionDetection):
+    if isinstance(value, StructuredOutputs):
+        # Where it begins is for generate to find out again: `reasoning_ended` tells it to.
+        names = [name for name in value.__slots__ if name != "begins_after"]
+        return {name: _plain(getattr(value, name)) for name in names if getattr(value, name) not in (None, False)}
+    if isinstance(value, RepetitionDetection):
         return {name: getattr(value, name) for name in value.__slots__ if getattr(value, name) is not None}
     if isinstance(value, tuple):
         return list(value)

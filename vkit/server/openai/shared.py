@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from vkit.errors import InvalidRequest
 from vkit.server.call import Call
 from vkit.server.inference import Run
 from vkit.server.problems import bad_request
-from vkit.server.sampling import structured_from_body, structured_from_format
 from vkit.server.schema import (
     NO_EFFECT_FIELDS,
     ChoiceBody,
@@ -19,7 +17,7 @@ from vkit.server.schema import (
     SamplingBody,
     Usage,
 )
-from vkit.types import RequestMetrics, StructuredOutputs
+from vkit.types import RequestMetrics
 
 MS = 1000.0
 
@@ -29,37 +27,6 @@ def note_no_effect(call: Call, body: SamplingBody, *, echoed: Sequence[str] = ()
     for name in NO_EFFECT_FIELDS:
         if name not in echoed and getattr(body, name) is not None:
             call.ignored.append(name)
-
-
-def structured_outputs(call: Call, body: ChoiceBody) -> StructuredOutputs | None:
-    """The request's constraint, compiled once to be sure that it can be enforced.
-
-    Raises:
-        Problem: 400 for a bad constraint, for two, and when this server can enforce none.
-    """
-    own = structured_from_body(body.structured_outputs)
-    from_format = structured_from_format(body.response_format)
-    if own is not None and from_format is not None:
-        raise bad_request("structured_outputs: response_format already sets a constraint", "structured_outputs")
-    field = "structured_outputs" if own is not None else "response_format"
-    return enforceable(call, own if own is not None else from_format, field)
-
-
-def enforceable(call: Call, constraint: StructuredOutputs | None, field: str) -> StructuredOutputs | None:
-    """The same constraint, if it can be enforced.
-
-    Raises:
-        Problem: 400 naming the field.
-    """
-    if constraint is None:
-        return None
-    if call.state.check_structured is None:
-        raise bad_request(f"{field}: this server cannot constrain output, so the request is refused", field)
-    try:
-        call.state.check_structured(constraint)
-    except InvalidRequest as exc:
-        raise bad_request(str(exc), field) from None
-    return constraint
 
 
 def refuse_thinking_budget(call: Call, body: SamplingBody) -> None:

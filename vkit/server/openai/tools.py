@@ -149,7 +149,5 @@ def resolved(state: ServerState, tools: tuple[Json, ...], kind: str, name: str |
     Raises:
         Problem: 400 when calls could not be forced.
     """
-    if kind in ("required", "named") and state.check_structured is None:
-        raise bad_request("tool_choice: this server cannot constrain output, so no call can be forced", "tool_choice")
     hidden = kind == "none" and state.settings.exclude_tools_when_tool_choice_none
     return ToolUse(tools, kind, name, parallel, () if hidden else tools)

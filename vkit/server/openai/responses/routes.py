@@ -154,14 +154,14 @@ async def _prepare(call: Call, body: ResponsesBody, tools: ResponseTools) -> tup
         chat = _chat_body(call, body, kept)
         num_ignored = len(call.ignored)
         try:
-            return await prepare(call, chat, tool_use=tools.tool_use), items
+            return await prepare(call, chat, tool_use=tools.tool_use, format_field="text.format"), items
         except ContextOverflow as exc:
             if body.truncation != "auto":
                 raise ContextOverflow(exc.num_tokens, exc.max_model_len, "input") from None
             del call.ignored[num_ignored:]
             if not _drop_oldest(kept):
                 chat.truncate_prompt_tokens = -1
-                return await prepare(call, chat, tool_use=tools.tool_use), items
+                return await prepare(call, chat, tool_use=tools.tool_use, format_field="text.format"), items
 
 
 def _drop_oldest(items: list[Json]) -> bool:
