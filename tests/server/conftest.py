@@ -35,6 +35,7 @@ def _load(name: str) -> Any:
 
 fakes = _load("fakes")
 toy_parser = _load("toy_parser")
+running = _load("running")
 
 
 class Served:
@@ -159,7 +160,7 @@ class Process:
 @pytest.fixture
 def start() -> Iterator[Callable[..., Process]]:
     """Starts real servers on 127.0.0.1."""
-    running: list[Process] = []
+    processes: list[Process] = []
 
     def build(
         engine: Any = None,
@@ -178,9 +179,39 @@ def start() -> Iterator[Callable[..., Process]]:
         engine = engine if engine is not None else fakes.FakeAsyncLLM()
         listen = NetworkSettings(**{"host": "127.0.0.1", "port": 0, **(network or {})})
         process = Process(engine, ServerSettings(**settings), listen, gate)
-        running.append(process)
+        processes.append(process)
         return process
 
     yield build
-    for process in running:
+    for process in processes:
         process.close()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Any:
+    """The module that runs `vkit serve` as a process of its own."""
+    return running
+
+
+def _launched() -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def build(model: Path | None, *args: str) -> Any:
+        made.append(running.Running(model, *args))
+        return made[-1]
+
+    yield build
+    for process in made:
+        process.close()
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Any]]:
+    """Starts processes of `vkit serve` that end with the test."""
+    yield from _launched()
+
+
+@pytest.fixture(scope="module")
+def launch_once() -> Iterator[Callable[..., Any]]:
+    """Starts processes of `vkit serve` that end with the module's last test."""
+    yield from _launched()

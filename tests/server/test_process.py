@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import ssl
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,7 @@ import pytest
 
 from vkit.default_model import demo_model
 
-GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
 pytestmark = pytest.mark.slow
-
-PROGRAM = [sys.executable, "-m", "vkit"]
 
 
 @pytest.fixture(scope="module")
@@ -35,70 +29,19 @@ def model() -> Path:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    """A random Llama of three layers with a byte tokenizer."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    for name in ("llama/config.json", "llama/model.safetensors", "byte_tokenizer/tokenizer.json"):
-        shutil.copyfile(GOLDENS / name, folder / Path(name).name)
-    shutil.copyfile(GOLDENS / "byte_tokenizer" / "tokenizer_config.json", folder / "tokenizer_config.json")
-    return folder
-
-
-class Running:
-    """A served process."""
-
-    def __init__(self, model: Path, *args: str) -> None:
-        command = [
-            *PROGRAM,
-            "serve",
-            "--model",
-            str(model),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "0",
-            "--threads",
-            "1",
-            *args,
-        ]
-        env = {key: value for key, value in os.environ.items() if not key.startswith("VKIT_")}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        self.lines: list[str] = []
-        self.url = ""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if line.startswith("listening on "):
-                self.url = line.split()[-1]
-            if line.startswith("ready after "):
-                return
-
-    def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        out, err = self.process.communicate(timeout=30)
-        assert out == ""
-        self.lines.append(err)
-        return self.process.returncode
+def tiny(tmp_path: Path, programs: Any) -> Path:
+    """A tiny random model."""
+    made: Path = programs.make_tiny_checkpoint(tmp_path / "tiny")
+    return made
 
 
 @pytest.fixture
-def run(model: Path) -> Iterator[Callable[..., Running]]:
-    running: list[Running] = []
-
-    def begin(*args: str, path: Path = model) -> Running:
-        running.append(Running(path, *args))
-        return running[-1]
-
-    yield begin
-    for item in running:
-        if item.process.poll() is None:
-            item.process.kill()
-            item.process.communicate()
+def run(model: Path, launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Starts servers of the demo model, or of another."""
+    return lambda *args, path=model: launch(path, *args)
 
 
-def test_serving(run: Callable[..., Running], model: Path) -> None:
+def test_serving(run: Callable[..., Any], model: Path, programs: Any) -> None:
     server = run("--served-model-name", "a", "b/c")
     body: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_tokens": 12}
     whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
@@ -109,7 +52,18 @@ def test_serving(run: Callable[..., Running], model: Path) -> None:
             if line.startswith("data: {"):
                 streamed += json.loads(line[6:])["choices"][0]["text"]
     assert streamed == text
-    command = [*PROGRAM, "complete", "--model", str(model), "--prompt", "hello", "--max-tokens", "12", "--threads", "1"]
+    command = [
+        *programs.PROGRAM,
+        "complete",
+        "--model",
+        str(model),
+        "--prompt",
+        "hello",
+        "--max-tokens",
+        "12",
+        "--threads",
+        "1",
+    ]
     completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert completed.stdout == text + "\n"
     assert httpx.get(f"{server.url}/v1/models/b/c").json()["id"] == "b/c"
@@ -121,7 +75,7 @@ def test_serving(run: Callable[..., Running], model: Path) -> None:
     assert any("route POST /v1/completions" in line for line in server.lines)
 
 
-def test_second_signal_ends_at_once(run: Callable[..., Running]) -> None:
+def test_second_signal_ends_at_once(run: Callable[..., Any]) -> None:
     server = run("--shutdown-timeout", "60")
     body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "n": 64, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
@@ -134,7 +88,7 @@ def test_second_signal_ends_at_once(run: Callable[..., Running]) -> None:
         assert server.process.wait(5) == 130
 
 
-def test_a_damaged_file_ends_before_the_port_opens(run: Callable[..., Running], tiny: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_ends_before_the_port_opens(run: Callable[..., Any], tiny: Path, tmp_path: Path) -> None:
     weights = tiny / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     server = run(path=tiny)
@@ -150,7 +104,7 @@ def test_a_damaged_file_ends_before_the_port_opens(run: Callable[..., Running], 
     assert "bad.gguf" in "".join(server.lines)
 
 
-def test_json_log_and_tls(run: Callable[..., Running], tmp_path: Path) -> None:
+def test_json_log_and_tls(run: Callable[..., Any], tmp_path: Path) -> None:
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     made = subprocess.run(
         [

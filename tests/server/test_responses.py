@@ -355,8 +355,14 @@ async def test_background(serve, toys):
     queued = (await served.post(RESPONSES, {"input": "hi", "background": True, "temperature": 0})).json()
     assert queued["status"] == "queued"
     assert queued["output"] == []
+    following = asyncio.ensure_future(served.get(f"{RESPONSES}/{queued['id']}?stream=true"))
     done = await wait_for(served, queued["id"], "completed")
     assert done["output"][0]["content"][0]["text"] == "hello world"
+    for reply in (await following, await served.get(f"{RESPONSES}/{queued['id']}?stream=true")):
+        found = events_of(reply.text)
+        assert found[0]["type"] == "response.created"
+        assert rebuilt(found) == done["output"]
+        assert found[-1]["response"] == done
     again = await served.client.post(f"{RESPONSES}/{queued['id']}/cancel")
     assert again.status_code == 400
     assert again.json()["error"]["message"] == "Cannot cancel a synchronous response."

@@ -59,7 +59,7 @@ class ResponseJob:
         self.failure: BaseException | None = None
         self.task: asyncio.Task[None] | None = None
         self._with_messages = with_messages
-        self._events: list[bytes] | None = []
+        self._events: list[bytes] | None = [] if streams else None
         self._news = asyncio.Event()
         self._builder = OutputBuilder(response.output, self._emit, custom_names=custom_names)
         self._writer = ReplyWriter(call, prepared)
@@ -211,7 +211,7 @@ class ResponseJob:
         self._emit(name, {"response": self.response})
 
     def _emit(self, name: str, payload: Json) -> None:
-        if self._events is None or not self.streams:
+        if self._events is None:
             return
         self._events.append(event_frame(name, {"type": name, "sequence_number": len(self._events), **payload}))
         self._announce()
