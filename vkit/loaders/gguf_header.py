@@ -70,8 +70,8 @@ class TensorEntry:
 class GGUFMetadata(Mapping[str, Any]):
     """Keys of a GGUF file. Values are int, float, bool, str, a numpy array, or a list of strings or arrays.
 
-    Arrays are decoded each time they are asked for, so that nobody pays for what only the tokenizer reads, nor keeps it: a
-    vocabulary's merges alone are megabytes. A float32 number is the shortest decimal that rounds to it (1e-06, not
+    Arrays are decoded each time they are asked for: nobody pays for what only the tokenizer reads, nor keeps it (a
+    vocabulary's merges alone are megabytes). A float32 number is the shortest decimal that rounds to it (1e-06, not
     9.999999974752427e-07). Strings keep bytes that are not UTF-8 as surrogate escapes, so no two become equal.
     """
 
