@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from vkit.kernels import ScaledMatrix
 from vkit.kernels.block_formats import BLOCK_FORMATS, BlockFormat
-from vkit.quantization.linear import DenseLinear, GGUFLinear, LinearMethod, StackedLinear, concat, linear_method_for
+from vkit.quantization.linear import (
+    DenseLinear,
+    GGUFLinear,
+    LinearMethod,
+    ScaledLinear,
+    StackedLinear,
+    concat,
+    linear_method_for,
+)
 from vkit.quantization.tensor import QuantizedTensor, Weight, concat_rows
 
 __all__ = [
@@ -13,6 +22,8 @@ __all__ = [
     "GGUFLinear",
     "LinearMethod",
     "QuantizedTensor",
+    "ScaledLinear",
+    "ScaledMatrix",
     "StackedLinear",
     "Weight",
     "concat",

@@ -113,7 +113,7 @@ class QuantizedTensor:
             raise ValueError(f"{operation}: the weight is transposed, its rows are not contiguous; call t() first")
 
 
-Weight = torch.Tensor | QuantizedTensor
+Weight = torch.Tensor | QuantizedTensor | kernels.ScaledMatrix
 """What a checkpoint loads."""
 
 
