@@ -57,7 +57,7 @@ class ScaledMatrix:
     `codes` by layout: "words" int32 (rows, words), `bits` a code, one stream of bits along the columns, low first;
     "awq" int32 (columns, rows / 8); "bytes" int8 or float8 (rows, columns); "e2m1" uint8 (rows, columns / 2), the even
     column in the low nibble. Transposed views are as good as copies. All may be views of a read-only file mapping.
-    `scales` (row blocks, column blocks) of any float type; `zeros` integers of the same shape, or the one number `zero`.
+    `scales` (row blocks, column blocks) of any float type; `zeros` integers of the same shape, or one number `zero`.
     `group_index` int32 (columns,), if given, names each column's block instead of i // block columns.
     """
 
@@ -120,15 +120,15 @@ class ScaledMatrix:
 
     def rows(self, index: Tensor) -> ScaledMatrix:
         """The rows that `index` (R,) int64 selects, in its order, as a copy."""
-        num_rows, num_columns = self.shape
-        codes, layout = (_words_of_awq(self.codes), "words") if self.layout == "awq" else (self.codes, self.layout)
+        is_awq = self.layout == "awq"
+        codes = _words_of_awq(self.codes) if is_awq else self.codes
         block_rows = index // self.block[0]
         zeros = self.zeros
         return replace(
             self,
-            layout=layout,
+            layout="words" if is_awq else self.layout,
             codes=_picked(codes, index),
-            shape=(index.shape[0], num_columns),
+            shape=(index.shape[0], self.shape[1]),
             block=(1, self.block[1]),
             scales=_picked(self.scales, block_rows),
             zeros=None if zeros is None else _picked(zeros, block_rows),

@@ -94,8 +94,9 @@ def _round_e2m1(x: Tensor, rounding: InputRounding) -> Tensor:
     ratio = torch.where(unit == 0, 0.0, groups / torch.where(unit == 0, 1.0, unit))
     limits = torch.tensor(_E2M1_LIMITS, device=x.device)
     limits[1::2] = torch.nextafter(limits[1::2], torch.zeros_like(limits[1::2]))
-    magnitudes = torch.tensor(_E2M1, device=x.device)[torch.bucketize(ratio.abs().contiguous(), limits)]
-    return (magnitudes.copysign(ratio) * unit).flatten(1)
+    codes = torch.bucketize(ratio.abs().contiguous(), limits)
+    magnitudes: Tensor = torch.tensor(_E2M1, device=x.device)[codes]
+    return (torch.copysign(magnitudes, ratio) * unit).flatten(1)
 
 
 def _codes(weight: ScaledMatrix, start: int, stop: int) -> Tensor:

@@ -13,11 +13,12 @@ from vkit.quantization.linear import (
     concat,
     linear_method_for,
 )
-from vkit.quantization.tensor import QuantizedTensor, Weight, concat_rows
+from vkit.quantization.tensor import BlockWeight, QuantizedTensor, Weight, concat_rows
 
 __all__ = [
     "BLOCK_FORMATS",
     "BlockFormat",
+    "BlockWeight",
     "DenseLinear",
     "GGUFLinear",
     "LinearMethod",

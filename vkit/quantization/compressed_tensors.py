@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vkit.quantization.fp8 import Fp8Format, block_size
 from vkit.quantization.inputs import NVFP4_DIVIDED, InputFormat
@@ -158,7 +158,7 @@ def _inputs(inputs: Declaration) -> InputFormat | None:
     is_symmetric = inputs.flag("symmetric", default=True)
     if kind == "float" and not is_symmetric:
         inputs.refuse("asymmetric floats are not supported")
-    name = "int8" if kind == "int" else "e4m3"
+    name: Literal["int8", "e4m3"] = "int8" if kind == "int" else "e4m3"
     if not inputs.flag("dynamic", default=False):
         inputs.one_of("strategy", ["tensor"])
         return InputFormat(name, "static", is_symmetric=is_symmetric)

@@ -95,7 +95,7 @@ class ByteIntegers(LayerFormat):
         """(rows, columns) of the weight."""
         rows, columns = layer.take("weight", [torch.int8], ndim=2)
         groups = layer.groups(columns, self.group_size)
-        shapes = [(), (1,), (1, 1)] if self.strategy == "tensor" else [(rows, groups)]
+        shapes: list[tuple[int, ...]] = [(), (1,), (1, 1)] if self.strategy == "tensor" else [(rows, groups)]
         if self.strategy == "channel":
             shapes.append((rows,))
         layer.take("weight_scale", FLOATS, *shapes)
