@@ -96,7 +96,8 @@ def _round_e2m1(x: Tensor, rounding: InputRounding) -> Tensor:
     limits[1::2] = torch.nextafter(limits[1::2], torch.zeros_like(limits[1::2]))
     codes = torch.bucketize(ratio.abs().contiguous(), limits)
     magnitudes: Tensor = torch.tensor(_E2M1, device=x.device)[codes]
-    return (torch.copysign(magnitudes, ratio) * unit).flatten(1)
+    rounded: Tensor = torch.copysign(magnitudes, ratio) * unit
+    return rounded.flatten(1)
 
 
 def _codes(weight: ScaledMatrix, start: int, stop: int) -> Tensor:
