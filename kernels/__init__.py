@@ -25,11 +25,14 @@ from vkit.kernels.packed import quantized_embedding, quantized_linear
 from vkit.kernels.paged import PagedBatch
 from vkit.kernels.reference.dequantize import dequantize
 from vkit.kernels.rotary import qk_norm_rope, rope
+from vkit.kernels.scaled import InputRounding, ScaledMatrix, scaled_linear
 
 __all__ = [
     "Backend",
     "ExpertMatrix",
+    "InputRounding",
     "PagedBatch",
+    "ScaledMatrix",
     "add",
     "add_rms_norm",
     "backends",
@@ -52,6 +55,7 @@ __all__ = [
     "route_experts",
     "run_experts",
     "scale",
+    "scaled_linear",
     "silu_and_mul",
     "soft_cap",
     "unary",

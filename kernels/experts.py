@@ -9,15 +9,17 @@ from torch import Tensor
 
 from vkit.kernels.block_formats import BLOCK_FORMATS
 from vkit.kernels.dispatch import ops
+from vkit.kernels.scaled import ScaledMatrix
 
 EXPERT_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertMatrix:
-    """One projection of every expert: dense (rows, columns) each, or packed uint8 (rows, row_bytes) of type `qtype`."""
+    """One projection of every expert: dense (rows, columns) each, packed uint8 (rows, row_bytes) of type `qtype`, or
+    codes with scales."""
 
-    weights: tuple[Tensor, ...]
+    weights: tuple[Tensor | ScaledMatrix, ...]
     qtype: str | None = None
     scales: Tensor | None = None
     """(E,) float32, multiplied into each expert's product."""

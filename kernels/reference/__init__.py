@@ -15,6 +15,7 @@ from vkit.kernels.reference import (
     quantized_embedding,
     quantized_linear,
     rope,
+    scaled_linear,
 )
 
 OPS: Mapping[str, Callable[..., Any]] = {
@@ -22,6 +23,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "add_rms_norm": norm.add_rms_norm,
     "concat": linear.concat,
     "dequantize": dequantize.dequantize,
+    "dequantize_scaled": scaled_linear.dequantize_scaled,
     "embedding": linear.embedding,
     "gelu_and_mul": activation.gelu_and_mul,
     "layer_norm": norm.layer_norm,
@@ -36,6 +38,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "route_experts": moe.route_experts,
     "run_experts": moe.run_experts,
     "scale": activation.scale,
+    "scaled_linear": scaled_linear.scaled_linear,
     "silu_and_mul": activation.silu_and_mul,
     "soft_cap": activation.soft_cap,
     "unary": activation.unary,

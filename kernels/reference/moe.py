@@ -11,6 +11,8 @@ from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.reference.activation import gelu_and_mul, silu_and_mul
 from vkit.kernels.reference.linear import linear
 from vkit.kernels.reference.quantized_linear import quantized_linear
+from vkit.kernels.reference.scaled_linear import scaled_linear
+from vkit.kernels.scaled import ScaledMatrix
 
 
 def route_experts(logits: Tensor, top_k: int, renormalizes: bool) -> tuple[Tensor, Tensor]:
@@ -54,5 +56,7 @@ def _run_expert(x: Tensor, expert: int, gate_up: Sequence[ExpertMatrix], down: E
 
 def _product(x: Tensor, matrix: ExpertMatrix, expert: int) -> Tensor:
     weight = matrix.weights[expert]
+    if isinstance(weight, ScaledMatrix):
+        return scaled_linear(x, weight, None)
     out = linear(x, weight) if matrix.qtype is None else quantized_linear(x, weight, matrix.qtype, None)
     return out if matrix.scales is None else (out * matrix.scales[expert]).to(x.dtype)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from vkit import kernels
+from vkit.errors import ModelLoadError
 from vkit.layers.module import Module, Placement, TensorSlot
-from vkit.quantization import LinearMethod, QuantizedTensor, Weight, linear_method_for
+from vkit.quantization import LinearMethod, QuantizedTensor, ScaledMatrix, Weight, linear_method_for
 
 
 class Embedding(Module):
@@ -17,7 +18,7 @@ class Embedding(Module):
 
     def __init__(self, num_rows: int, width: int) -> None:
         self.shape = (num_rows, width)
-        self.weight: Weight
+        self.weight: Tensor | QuantizedTensor
         self._dtype: torch.dtype
 
     def slots(self) -> list[TensorSlot]:
@@ -26,7 +27,10 @@ class Embedding(Module):
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the table as it is stored."""
-        self.weight = placement.matrix(tensors["weight"])
+        weight = placement.matrix(tensors["weight"])
+        if isinstance(weight, ScaledMatrix):
+            raise ModelLoadError("a quantised embedding has no loader: only linear layers may be quantised")
+        self.weight = weight
         self._dtype = placement.dtype
 
     def __call__(self, ids: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from vkit import kernels
+from vkit.errors import ModelLoadError
 from vkit.layers.module import Module, Placement, TensorSlot
-from vkit.quantization import LinearMethod, QuantizedTensor, StackedLinear, Weight, concat, linear_method_for
+from vkit.quantization import LinearMethod, ScaledMatrix, StackedLinear, Weight, concat, linear_method_for
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
@@ -45,7 +46,11 @@ class Linear(Module):
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the weight as it is stored."""
         weight = placement.matrix(tensors["weight"])
-        self._method = linear_method_for(weight.t() if self._is_transposed else weight)
+        if self._is_transposed:
+            if isinstance(weight, ScaledMatrix):
+                raise ModelLoadError("a quantised layer that keeps its weight as (in, out) has no loader")
+            weight = weight.t()
+        self._method = linear_method_for(weight)
         if self._has_bias:
             self._bias = placement.vector(tensors["bias"])
 
@@ -107,7 +112,7 @@ class MergedLinear(Module):
     def _ordered(self, weight: Weight) -> Weight:
         if self._row_order is None:
             return weight
-        return weight.rows(self._row_order) if isinstance(weight, QuantizedTensor) else weight[self._row_order]
+        return weight[self._row_order] if isinstance(weight, Tensor) else weight.rows(self._row_order)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (T, in) -> (T, sum of widths)."""

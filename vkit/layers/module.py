@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vkit.quantization import QuantizedTensor, Weight
+from vkit.quantization import QuantizedTensor, ScaledMatrix, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Placement:
 
     def vector(self, value: Weight, dtype: torch.dtype | None = None) -> Tensor:
         """A small dense tensor (norm weight, bias) on the device, in the activations' type unless another is given."""
-        dense = value.dequantize() if isinstance(value, QuantizedTensor) else value
+        dense = value if isinstance(value, torch.Tensor) else value.dequantize()
         return dense.to(self.device, self.dtype if dtype is None else dtype)
 
     def matrix(self, value: Weight) -> Weight:
@@ -41,7 +41,7 @@ class Placement:
         Under float32 activations a dense weight keeps its own type (and stays a view of the mapped file on a host):
         widening it would double its memory and gain nothing.
         """
-        if isinstance(value, QuantizedTensor):
+        if isinstance(value, QuantizedTensor | ScaledMatrix):
             return value.to(self.device)
         if self.dtype is torch.float32 and value.dtype in (torch.float16, torch.bfloat16):
             return value.to(self.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from vkit import kernels
 from vkit.layers.linear import Activation, Linear
 from vkit.layers.module import Module, Placement, TensorSlot
-from vkit.quantization import QuantizedTensor, Weight
+from vkit.quantization import QuantizedTensor, ScaledMatrix, Weight
 
 _FUSED = "gate_up_proj"
 
@@ -72,6 +72,7 @@ class Experts(Module):
     def _matrix(self, name: str, tensors: Mapping[str, Weight], placement: Placement) -> kernels.ExpertMatrix:
         if self._is_stacked:
             weight = placement.matrix(tensors[f"{name}{self._suffix}"])
+            assert not isinstance(weight, ScaledMatrix), "such weights have two dimensions"
             if isinstance(weight, torch.Tensor):
                 return kernels.ExpertMatrix(tuple(weight.unbind(0)))
             scales = None if weight.scale is None else weight.scale.expand(self._num_experts)
@@ -82,6 +83,9 @@ class Experts(Module):
 
 def _joined(name: str, weights: list[Weight]) -> kernels.ExpertMatrix:
     """Separate experts as one matrix; those of one projection share a type in every published file."""
+    scaled = [weight for weight in weights if not isinstance(weight, QuantizedTensor)]
+    if any(isinstance(weight, ScaledMatrix) for weight in scaled) and len(scaled) == len(weights):
+        return kernels.ExpertMatrix(tuple(scaled))
     dense = [weight for weight in weights if isinstance(weight, torch.Tensor)]
     packed = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
     if len(dense) == len(weights):

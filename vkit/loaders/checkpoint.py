@@ -22,7 +22,8 @@ class TensorInfo:
     """What a checkpoint knows about a tensor without reading it.
 
     `shape` is the shape `load` returns. `dtype` is the dtype `load` returns, or None when the tensor is packed; then
-    `qtype` names its GGUF block type. `nbytes` is its size in the file.
+    `qtype` names its GGUF block type, or the format of a quantised safetensors layer. `nbytes` is its size in the file,
+    scales included.
     """
 
     name: str
@@ -33,7 +34,7 @@ class TensorInfo:
 
     @property
     def is_packed(self) -> bool:
-        """Whether `load` returns a QuantizedTensor."""
+        """Whether `load` returns a QuantizedTensor or a ScaledMatrix."""
         return self.qtype is not None
 
 

@@ -18,7 +18,7 @@ from vkit.loaders.gguf_header import GGUFHeader, TensorEntry, read_header
 from vkit.loaders.names import TensorName
 from vkit.loaders.storage import Storage, open_storage
 from vkit.loaders.transforms import Part, Transform
-from vkit.quantization import QuantizedTensor, Weight
+from vkit.quantization import BlockWeight, QuantizedTensor
 
 PLAIN_DTYPES = {
     "F32": torch.float32,
@@ -105,7 +105,7 @@ class GGUFCheckpoint(Checkpoint):
                 dtype, qtype = source.transform.dtype, None
         return TensorInfo(name, shape, dtype, qtype, num_bytes)
 
-    def load(self, name: str) -> Weight:
+    def load(self, name: str) -> BlockWeight:
         """The tensor in Hugging Face layout; a view of the file wherever no value or row had to move."""
         source = self._source(name)
         weight = _read(source.placed)
@@ -236,7 +236,7 @@ def _matrix_dtype(entries: Mapping[str, TensorEntry]) -> str | None:
     return str(dtype).removeprefix("torch.") if dtype is not None and dtype.is_floating_point else None
 
 
-def _read(placed: _Placed) -> Weight:
+def _read(placed: _Placed) -> BlockWeight:
     """The tensor as the file has it."""
     entry = placed.entry
     data = placed.storage.tensor(entry.offset, entry.num_bytes)
@@ -265,9 +265,9 @@ def _scale(placed: _Placed, weight: QuantizedTensor) -> torch.Tensor:
     return scale if weight.ndim == 3 and scale.numel() == num_experts else scale[0]
 
 
-def _rows_of(weight: Weight, part: Part) -> Weight:
+def _rows_of(weight: BlockWeight, part: Part) -> BlockWeight:
     if isinstance(weight, QuantizedTensor):
-        rows: Weight = weight.narrow(part.start, part.length)
+        rows: BlockWeight = weight.narrow(part.start, part.length)
     else:
         rows = weight.narrow(0, part.start, part.length)
     if not part.is_row:

@@ -6,7 +6,9 @@ Source: safetensors format: u64 header length, JSON header, tensor data; little-
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,11 @@ import torch
 from vkit.errors import CheckpointError, ModelLoadError
 from vkit.loaders.checkpoint import Checkpoint, TensorInfo, some_names
 from vkit.loaders.storage import Storage, open_storage
+from vkit.quantization import Weight
+from vkit.quantization.scheme import Declaration, LayerFormat, LayerHeader, Scheme, StoredTensor, is_usually_plain
+from vkit.quantization.schemes import SCHEMES
+
+logger = logging.getLogger("vkit.loaders")
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 LENGTH_BYTES = 8
@@ -42,8 +49,11 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 
-LOADABLE_SCHEMES: frozenset[str] = frozenset()
-"""Quantisation schemes of safetensors checkpoints that can be loaded."""
+_CACHE_SCALE = re.compile(r"(.*\.)?([kv]_scale|kv_scale|[kv]_proj\.output_scale)")
+_NARROW = frozenset(
+    {torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
+)
+"""Types of codes: a matrix of one is no weight without scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +67,22 @@ class _Entry:
     storage: Storage
 
 
+@dataclass(frozen=True, slots=True)
+class _PackedLayer:
+    """A quantised layer: the tensors that together are its weight."""
+
+    name: str
+    format: LayerFormat
+    shape: tuple[int, int]
+    suffixes: tuple[str, ...]
+    num_bytes: int
+
+
 class SafetensorsCheckpoint(Checkpoint):
-    """A directory with config.json and model.safetensors, or the shards that model.safetensors.index.json names."""
+    """A directory with config.json and model.safetensors, or the shards that model.safetensors.index.json names.
+
+    The tensors of a quantised layer appear as one, its `weight`; the configuration says which layers are.
+    """
 
     format: Literal["safetensors", "gguf"] = "safetensors"
 
@@ -67,7 +91,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
         Raises:
             CheckpointError: a file is missing or damaged.
-            ModelLoadError: the weights are quantised by a scheme that cannot be loaded.
+            ModelLoadError: the weights are quantised by a scheme that cannot be loaded, or lack tensors of it.
         """
         self.path = path
         self.name = os.path.basename(os.path.abspath(path))
@@ -75,25 +99,42 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = _read_object(path / "config.json", remedy="pass the folder holding config.json")
         generation = path / "generation_config.json"
         self.generation_config = _read_object(generation) if generation.exists() else {}
-        _check_scheme(path, self.config)
+        scheme = _declared_scheme(path, self.config)
         self._storages: list[Storage] = []
         self._entries: dict[str, _Entry] = {}
         for shard in self._shards():
             self._add(open_storage(shard, use_mmap=use_mmap))
         self._check_index()
+        self._packed: dict[str, _PackedLayer] = {}
+        self._hidden: set[str] = set()
+        if scheme is not None:
+            self._pack(scheme)
 
     def tensor_names(self) -> set[str]:
-        """Names of all tensors in all shards."""
-        return set(self._entries)
+        """Names of all tensors in all shards, those of a quantised layer as one."""
+        return {*(self._entries.keys() - self._hidden), *self._packed}
 
     def tensor_info(self, name: str) -> TensorInfo:
         """Shape, type and size of a tensor."""
+        packed = self._packed.get(name)
+        if packed is not None:
+            return TensorInfo(name, packed.shape, None, packed.format.name, packed.num_bytes)
         entry = self._entry(name)
         return TensorInfo(name, entry.shape, entry.dtype, None, entry.num_bytes)
 
-    def load(self, name: str) -> torch.Tensor:
-        """The tensor as the file has it; a view of the mapping."""
-        entry = self._entry(name)
+    def load(self, name: str) -> Weight:
+        """The tensor as the file has it, a view of the mapping; codes and scales of a quantised layer."""
+        packed = self._packed.get(name)
+        if packed is None:
+            return self._stored(self._entry(name))
+        tensors = {suffix: self._stored(self._entries[f"{packed.name}.{suffix}"]) for suffix in packed.suffixes}
+        try:
+            return packed.format.build(tensors, packed.shape)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{self.path}: {packed.name}: {error}") from None
+
+    @staticmethod
+    def _stored(entry: _Entry) -> torch.Tensor:
         data = entry.storage.tensor(entry.offset, entry.num_bytes)
         # The format does not promise alignment; torch wants numbers at multiples of their size.
         aligned = data if data.data_ptr() % entry.dtype.itemsize == 0 else data.clone()
@@ -109,9 +150,46 @@ class SafetensorsCheckpoint(Checkpoint):
         for storage in self._storages:
             storage.close()
 
+    def _pack(self, scheme: Scheme) -> None:
+        """Find the quantised layers and make one tensor of each.
+
+        Raises:
+            ModelLoadError: a layer lacks a tensor, has one of another shape, or is quantised against the declaration.
+        """
+        layers: dict[str, dict[str, _Entry]] = {}
+        for name, entry in self._entries.items():
+            layer, _, suffix = name.rpartition(".")
+            layers.setdefault(layer, {})[suffix] = entry
+        for name, entries in layers.items():
+            layer_format = scheme.format_of(name)
+            if layer_format is not None and _is_stored_in(layer_format, name, entries):
+                self._add_packed(name, entries, layer_format)
+        self._hide_cache_scales()
+        for name in self._entries.keys() - self._hidden:
+            entry = self._entries[name]
+            if entry.dtype in _NARROW and len(entry.shape) in (2, 3):
+                kind = str(entry.dtype).removeprefix("torch.")
+                raise ModelLoadError(f"{self.path}: {name} is {kind}, and the configuration declares no format for it")
+        logger.info("%s: %d layers stay packed as %s declares", self.path, len(self._packed), scheme.name)
+
+    def _add_packed(self, name: str, entries: dict[str, _Entry], layer_format: LayerFormat) -> None:
+        stored = {suffix: StoredTensor(entry.shape, entry.dtype) for suffix, entry in entries.items()}
+        header = LayerHeader(str(self.path), name, stored, lambda suffix: self._stored(entries[suffix]))
+        shape = layer_format.check(header)
+        num_bytes = sum(entries[suffix].num_bytes for suffix in header.taken)
+        layer = _PackedLayer(name, layer_format, shape, tuple(header.taken), num_bytes)
+        self._packed[f"{name}.weight"] = layer
+        self._hidden.update(f"{name}.{suffix}" for suffix in header.taken)
+
+    def _hide_cache_scales(self) -> None:
+        scales = {name for name in self._entries if _CACHE_SCALE.fullmatch(name)}
+        if scales:
+            logger.warning("%s: scales of cached keys and values are not used: the cache is not scaled", self.path)
+        self._hidden |= scales
+
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)
-        if entry is None:
+        if entry is None or name in self._hidden:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         return entry
 
@@ -183,33 +261,47 @@ def _refuse_no_weights(path: Path) -> NoReturn:
     raise CheckpointError(f"{path}: no {SINGLE_FILE} or {INDEX_FILE} here, only {some_names(others)}", remedy=remedy)
 
 
-def _check_scheme(path: Path, config: dict[str, Any]) -> None:
-    """Refuse quantised weights of a scheme that cannot be loaded, by its name."""
+def _declared_scheme(path: Path, config: dict[str, Any]) -> Scheme | None:
+    """The scheme that config.json or a file beside it declares; None for plain weights.
+
+    Raises:
+        ModelLoadError: no such scheme, or a variant of it that cannot be loaded.
+    """
     text_config = config.get("text_config")
-    declared = [config, text_config if isinstance(text_config, dict) else {}]
-    for scheme in (_scheme_of(place.get("quantization_config"), "quant_method") for place in declared):
-        _refuse_scheme(path / "config.json", scheme)
+    for place in (config, text_config if isinstance(text_config, dict) else {}):
+        keys = place.get("quantization_config")
+        if keys is not None:
+            return _scheme(path / "config.json", keys)
     model_opt = path / "hf_quant_config.json"
     if model_opt.exists():
-        _refuse_scheme(model_opt, _scheme_of(_read_object(model_opt).get("quantization"), "quant_algo"))
+        keys = _read_object(model_opt).get("quantization")
+        if keys is not None:
+            return _scheme(model_opt, {"quant_method": "modelopt", **keys} if isinstance(keys, dict) else keys)
     old = path / "quantize_config.json"
-    if old.exists():
-        _refuse_scheme(old, _scheme_of(_read_object(old), "quant_method"))
+    return _scheme(old, _read_object(old)) if old.exists() else None
 
 
-def _scheme_of(declaration: Any, key: str) -> str | None:
-    """The scheme's name, or None if nothing is declared."""
-    if declaration is None:
-        return None
-    name = declaration.get(key) if isinstance(declaration, dict) else None
-    return name if isinstance(name, str) else f"of no name (no {key!r})"
+def _scheme(source: Path, keys: Any) -> Scheme:
+    name = keys.get("quant_method") if isinstance(keys, dict) else None
+    if not isinstance(name, str):
+        name = "of no name (no 'quant_method')"
+    if name not in SCHEMES:
+        raise ModelLoadError(
+            f"{source}: quantisation scheme {name} is not supported",
+            remedy=f"supported: {', '.join(SCHEMES)}, or a GGUF file",
+        )
+    return SCHEMES[name](Declaration(str(source), keys))
 
 
-def _refuse_scheme(source: Path, scheme: str | None) -> None:
-    if scheme is None or scheme in LOADABLE_SCHEMES:
-        return
-    known = ", ".join(sorted(LOADABLE_SCHEMES)) or "none yet: use the unquantised weights or a GGUF file"
-    raise ModelLoadError(f"{source}: quantisation scheme {scheme} is not supported", remedy=f"supported: {known}")
+def _is_stored_in(layer_format: LayerFormat, name: str, entries: dict[str, _Entry]) -> bool:
+    """Whether a layer that the configuration does not exclude must be stored in its format.
+
+    Lists of exceptions forget heads, routers and the like, and never name embeddings and norms.
+    """
+    if not layer_format.signature.isdisjoint(entries):
+        return True
+    weight = entries.get("weight")
+    return weight is not None and len(weight.shape) == 2 and not is_usually_plain(name)
 
 
 def _read_header(storage: Storage) -> dict[str, _Entry]:

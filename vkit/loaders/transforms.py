@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vkit.quantization import QuantizedTensor, Weight
+from vkit.quantization import BlockWeight, QuantizedTensor
 
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
@@ -26,7 +26,7 @@ class Transform:
     result shares no memory with the argument.
     """
 
-    apply: Callable[[Weight, Config], Weight]
+    apply: Callable[[BlockWeight, Config], BlockWeight]
     shape: Callable[[Shape, Config], Shape] = lambda shape, config: shape
     dtype: torch.dtype | None = None
     copies: bool = False
@@ -58,7 +58,7 @@ def half_split_rows(heads_key: str) -> Transform:
             raise ValueError(f"{list(shape)} cannot be cut into {num_heads} heads of even size")
         return shape
 
-    def apply(weight: Weight, config: Config) -> Weight:
+    def apply(weight: BlockWeight, config: Config) -> BlockWeight:
         num_rows = weight.shape[0]
         order = torch.arange(num_rows).view(config[heads_key], -1, 2).transpose(1, 2).reshape(-1)
         return weight.rows(order) if isinstance(weight, QuantizedTensor) else weight.index_select(0, order)
@@ -66,11 +66,11 @@ def half_split_rows(heads_key: str) -> Transform:
     return Transform(apply, shape, copies=True)
 
 
-def _minus_one(weight: Weight, config: Config) -> Weight:
+def _minus_one(weight: BlockWeight, config: Config) -> BlockWeight:
     return _dense(weight) - 1.0
 
 
-def _transpose(weight: Weight, config: Config) -> Weight:
+def _transpose(weight: BlockWeight, config: Config) -> BlockWeight:
     return weight.t()
 
 
@@ -80,7 +80,7 @@ def _reversed_matrix(shape: Shape, config: Config) -> Shape:
     return shape[::-1]
 
 
-def _dense(weight: Weight) -> torch.Tensor:
+def _dense(weight: BlockWeight) -> torch.Tensor:
     return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.to(torch.float32)
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from vkit.kernels import ScaledMatrix
 from vkit.kernels.block_formats import BLOCK_FORMATS, BlockFormat
-from vkit.quantization.linear import DenseLinear, GGUFLinear, LinearMethod, StackedLinear, concat, linear_method_for
-from vkit.quantization.tensor import QuantizedTensor, Weight, concat_rows
+from vkit.quantization.linear import (
+    DenseLinear,
+    GGUFLinear,
+    LinearMethod,
+    ScaledLinear,
+    StackedLinear,
+    concat,
+    linear_method_for,
+)
+from vkit.quantization.tensor import BlockWeight, QuantizedTensor, Weight, concat_rows
 
 __all__ = [
     "BLOCK_FORMATS",
     "BlockFormat",
+    "BlockWeight",
     "DenseLinear",
     "GGUFLinear",
     "LinearMethod",
     "QuantizedTensor",
+    "ScaledLinear",
+    "ScaledMatrix",
     "StackedLinear",
     "Weight",
     "concat",

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from vkit import kernels
+from vkit.kernels import ScaledMatrix
 from vkit.quantization.tensor import QuantizedTensor, Weight, concat_rows
 
 
@@ -99,6 +100,32 @@ class GGUFLinear:
         return y if bias is None else kernels.add(y, bias)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledLinear:
+    """Multiplies by codes and scales, after rounding the activations as the checkpoint wants."""
+
+    weight: ScaledMatrix
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.weight.nbytes
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
+        return kernels.scaled_linear(x, self.weight, bias)
+
+
 @dataclass(frozen=True, slots=True)
 class StackedLinear:
     """Several linear methods over one input, outputs side by side: a fused projection whose parts cannot be joined."""
@@ -136,6 +163,8 @@ def linear_method_for(weight: Weight) -> LinearMethod:
     """The method that multiplies by `weight` (out_features, in_features) as it is stored."""
     if isinstance(weight, QuantizedTensor):
         return GGUFLinear(weight)
+    if isinstance(weight, ScaledMatrix):
+        return ScaledLinear(weight)
     if weight.ndim != 2:
         raise ValueError(f"linear_method_for: weight {tuple(weight.shape)}, expected (out_features, in_features)")
     return DenseLinear(weight)
@@ -144,7 +173,8 @@ def linear_method_for(weight: Weight) -> LinearMethod:
 def concat(weights: Sequence[Weight]) -> LinearMethod:
     """One method for a fused projection: the rows of all `weights`, in order.
 
-    Neighbours of the same kind are joined into one weight (a copy); where kinds differ (say Q4_K, Q4_K, Q6_K) the
+    Neighbours of the same kind are joined into one weight (a copy), but for codes with scales, whose parts may have
+    scales of their own and stay apart; where kinds differ (say Q4_K, Q4_K, Q6_K) the
     result is a `StackedLinear` of the joined runs.
     """
     methods = [_join(list(run)) for _, run in groupby(weights, key=_Kind)]
@@ -174,5 +204,7 @@ def _join(run: list[Weight]) -> LinearMethod:
     packed = [weight for weight in run if isinstance(weight, QuantizedTensor)]
     if packed:
         return linear_method_for(concat_rows(packed))
+    if isinstance(run[0], ScaledMatrix):
+        return linear_method_for(run[0])
     dense = [weight for weight in run if isinstance(weight, torch.Tensor)]
     return linear_method_for(dense[0] if len(dense) == 1 else torch.cat(dense))

@@ -113,7 +113,9 @@ class QuantizedTensor:
             raise ValueError(f"{operation}: the weight is transposed, its rows are not contiguous; call t() first")
 
 
-Weight = torch.Tensor | QuantizedTensor
+BlockWeight = torch.Tensor | QuantizedTensor
+"""What a GGUF file holds."""
+Weight = BlockWeight | kernels.ScaledMatrix
 """What a checkpoint loads."""
 
 
