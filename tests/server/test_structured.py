@@ -198,7 +198,7 @@ STRICT = {"type": "function", "function": {**TOOLS[0]["function"], "strict": Tru
 
 
 async def test_strict_tools_hold_the_model_to_the_schema_once_it_calls(serve, model):
-    for parser, head in (("hermes", "So: <tool_call>"), ("deepseek_v3", "So: <｜tool▁calls▁begin｜>")):
+    for parser, head in (("hermes", "So: <tool_call>"), ("kimi_k2", "So: <|tool_calls_section_begin|>")):
         served = serve(model([*head.encode(), *b"nonsense", EOS]))
         served.state.parsers = open_parsers(parser)
         body = {"messages": [USER], "tools": [STRICT], "temperature": 0, "max_tokens": 240}
