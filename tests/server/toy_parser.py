@@ -123,5 +123,8 @@ class ToyParsers:
             return None
         return StructuredOutputs(regex=r"<call>[a-z_]+ \{[^}]*\}</call>", begins_after=self.reasoning_marks(context))
 
+    def strict_constraint(self, context: ReplyContext) -> StructuredOutputs | None:
+        return None
+
     def open(self, context: ReplyContext) -> ToyParser:
         return ToyParser(context)

@@ -95,6 +95,43 @@ def forced_tags(
     return {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
 
 
+def strict_tags(parser: type[ToolParser], tools: Sequence[Tool]) -> dict[str, Any] | None:
+    """Structural tag of free text in which every call follows the family's syntax, and a `strict` tool's its schema.
+
+    None: no tool is strict, or the family has no tags that tell where a call begins.
+    """
+    if not any(tool["function"].get("strict") for tool in tools):
+        return None
+    tags = []
+    for tool in tools:
+        around = parser.native_tags(tool["function"]["name"])
+        if around is None:
+            return None
+        schema = _parameters(tool) if tool["function"].get("strict") else {"type": "object"}
+        content = {"type": "json_schema", "json_schema": schema}
+        tags.append({"type": "tag", "begin": around[0], "content": content, "end": around[1]})
+    before, after = parser.native_block
+    if before:
+        calls = {"type": "tags_with_separator", "tags": tags, "separator": parser.native_separator or ""}
+        calls |= {"at_least_one": True, "stop_after_first": parser.native_separator is None}
+        tags, trigger = [{"type": "tag", "begin": before, "content": calls, "end": after}], before
+    else:
+        begins = [tag["begin"] for tag in tags]
+        marker = parser.marker or ""
+        trigger = marker if all(begin.startswith(marker) for begin in begins) else _common_start(begins)
+    if not trigger:
+        return None
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [trigger], "tags": tags}}
+
+
+def _common_start(texts: Sequence[str]) -> str:
+    """The longest text that all begin with."""
+    common = min(texts, key=len)
+    while not all(text.startswith(common) for text in texts):
+        common = common[:-1]
+    return common
+
+
 def _parameters(tool: Tool) -> Mapping[str, Any]:
     parameters = tool["function"].get("parameters")
     return parameters if isinstance(parameters, Mapping) and parameters else NO_PARAMETERS

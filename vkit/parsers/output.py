@@ -15,7 +15,7 @@ from vkit.parsers.events import (
     ReplyEvent,
     ToolCallDelta,
 )
-from vkit.parsers.forced import NamedCall, RequiredCalls, forced_schema, forced_tags, forcing_of
+from vkit.parsers.forced import NamedCall, RequiredCalls, forced_schema, forced_tags, forcing_of, strict_tags
 from vkit.parsers.reasoning_reader import ReasoningParser, opening_of
 from vkit.parsers.registry import reasoning_parser_for, tool_parser_for
 from vkit.parsers.tool_reader import Forcing, ToolParser
@@ -219,6 +219,15 @@ class OutputParsers:
             return StructuredOutputs(structural_tag=tags, begins_after=marks)
         raise InvalidRequest(
             f"tool_choice: no call can be forced in the syntax of {self._family()}", param="tool_choice"
+        )
+
+    def strict_constraint(self, context: ReplyContext) -> StructuredOutputs | None:
+        """What keeps calls to `strict` tools to their schemas where the model chooses freely; None: nothing does."""
+        if context.tool_choice != "auto" or self.tool_parser is None:
+            return None
+        tags = strict_tags(self.tool_parser, context.tools)
+        return (
+            None if tags is None else StructuredOutputs(structural_tag=tags, begins_after=self.reasoning_marks(context))
         )
 
     def _family(self) -> str:

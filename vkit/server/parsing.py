@@ -80,5 +80,8 @@ class ReplyParsers(Protocol):
             InvalidRequest: the family's syntax cannot be enforced.
         """
 
+    def strict_constraint(self, context: ReplyContext) -> StructuredOutputs | None:
+        """What keeps calls to `strict` tools to their schemas where the model chooses freely; None: nothing does."""
+
     def open(self, context: ReplyContext) -> ReplyParser:
         """A parser for one choice."""

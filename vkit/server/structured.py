@@ -82,7 +82,9 @@ def from_response_format(body: ResponseFormat | None, field: str = "response_for
 
 
 def of_reply(call: Call, asked: Asked | None, context: ReplyContext) -> Asked | None:
-    """What a chat reply must be: the constraint asked for, once the model has thought; a forced call before that.
+    """What a chat reply must be: a forced call, else the constraint asked for, else what `strict` tools ask for.
+
+    Whatever it is, it begins when the model has thought.
 
     Raises:
         Problem: 400 for a forced call beside `structured_outputs`, or one that nothing can enforce.
@@ -98,9 +100,13 @@ def of_reply(call: Call, asked: Asked | None, context: ReplyContext) -> Asked | 
                 f"structured_outputs: tool_choice {context.tool_choice} sets a constraint already", "structured_outputs"
             )
         return Asked(forced, "tool_choice")
-    if asked is None:
-        return None
-    return after_reasoning(call, asked, context)
+    if asked is not None:
+        return after_reasoning(call, asked, context)
+    strict = parsers.strict_constraint(context)
+    if strict is None and context.tool_choice == "auto":
+        # Nothing tells where a call of this family begins, so nothing can hold it to a schema.
+        call.ignored += [f"tools.{i}.strict" for i, tool in enumerate(context.tools) if tool["function"].get("strict")]
+    return None if strict is None else Asked(strict, "tools")
 
 
 def after_reasoning(call: Call, asked: Asked, context: ReplyContext) -> Asked:
