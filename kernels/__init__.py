@@ -6,9 +6,9 @@ Errors are built in (`ValueError`, `TypeError`) and name the op, the argument, w
 
 from __future__ import annotations
 
-from vkit.kernels.activations import add, gelu_and_mul, multiply, scale, silu_and_mul, soft_cap, unary
+from vkit.kernels.activations import add, gelu_and_mul, multiply, scale, scale_rows, silu_and_mul, soft_cap, unary
 from vkit.kernels.attention import paged_attention, write_kv
-from vkit.kernels.dense import concat, embedding, linear
+from vkit.kernels.dense import concat, embedding, head_linear, linear
 from vkit.kernels.dispatch import (
     Backend,
     backends,
@@ -19,11 +19,12 @@ from vkit.kernels.dispatch import (
     using_backend,
     wrap_step,
 )
-from vkit.kernels.experts import ExpertMatrix, route_experts, run_experts
+from vkit.kernels.experts import ExpertMatrix, Scoring, route_experts, route_scored_experts, run_experts
 from vkit.kernels.norms import add_rms_norm, layer_norm, rms_norm
 from vkit.kernels.packed import quantized_embedding, quantized_linear
 from vkit.kernels.paged import PagedBatch
 from vkit.kernels.reference.dequantize import dequantize
+from vkit.kernels.recurrent import StateBatch, causal_conv1d, gated_delta_net, log_decay, mamba2_scan
 from vkit.kernels.rotary import qk_norm_rope, rope
 from vkit.kernels.scaled import InputRounding, ScaledMatrix, scaled_linear
 
@@ -33,17 +34,24 @@ __all__ = [
     "InputRounding",
     "PagedBatch",
     "ScaledMatrix",
+    "Scoring",
+    "StateBatch",
     "add",
     "add_rms_norm",
     "backends",
+    "causal_conv1d",
     "concat",
     "configure",
     "dequantize",
     "embedding",
+    "gated_delta_net",
     "gelu_and_mul",
+    "head_linear",
     "kv_layout",
     "layer_norm",
     "linear",
+    "log_decay",
+    "mamba2_scan",
     "multiply",
     "paged_attention",
     "qk_norm_rope",
@@ -53,9 +61,11 @@ __all__ = [
     "rms_norm",
     "rope",
     "route_experts",
+    "route_scored_experts",
     "run_experts",
     "scale",
     "scaled_linear",
+    "scale_rows",
     "silu_and_mul",
     "soft_cap",
     "unary",

@@ -9,7 +9,8 @@ from vkit.kernels.reference.activation import UNARY
 
 
 def unary(x: Tensor, kind: str) -> Tensor:
-    """f(x), same shape and dtype; kind is gelu (exact), gelu_tanh, relu, relu2 (squared relu), sigmoid, silu or tanh.
+    """f(x), same shape and dtype; kind is gelu (exact), gelu_tanh, relu, relu2 (squared relu), sigmoid, silu,
+    softplus or tanh.
 
     Raises:
         ValueError: another kind.
@@ -69,6 +70,18 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
     if y.shape != x.shape[x.ndim - y.ndim :]:
         raise ValueError(f"multiply: y {tuple(y.shape)}, expected {tuple(x.shape)} or a suffix of it")
     out: Tensor = ops(x).multiply(x, y)
+    return out
+
+
+def scale_rows(x: Tensor, factors: Tensor) -> Tensor:
+    """Each row of x (..., C) times its own factor (...), in x.dtype; float32 inside.
+
+    Raises:
+        ValueError: factors that are not one per row.
+    """
+    if factors.shape != x.shape[:-1]:
+        raise ValueError(f"scale_rows: factors {tuple(factors.shape)}, expected {tuple(x.shape[:-1])}")
+    out: Tensor = ops(x).scale_rows(x, factors)
     return out
 
 

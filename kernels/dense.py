@@ -44,6 +44,20 @@ def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> 
     return out
 
 
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Each head's row times its own matrix. x (T, H, I), weight (H, O, I) -> (T, H, O) in x.dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if x.ndim != 3 or weight.ndim != 3 or weight.shape[0] != x.shape[1] or weight.shape[2] != x.shape[2]:
+        raise ValueError(
+            f"head_linear: x {tuple(x.shape)} and weight {tuple(weight.shape)}, expected (T, H, I), (H, O, I)"
+        )
+    out: Tensor = ops(x).head_linear(x, weight)
+    return out
+
+
 def concat(parts: Sequence[Tensor]) -> Tensor:
     """Tensors (..., C1), (..., C2), ... side by side -> (..., C1 + C2 + ...).
 

@@ -83,8 +83,9 @@ def test_groups_and_states() -> None:
     batch = builder.build(Plan(0, [share(sequence, 0, 5)]))
     assert batch.is_fresh.tolist() == [True]
     assert [paged is None for paged in batch.paged] == [False, False, True]
-    tensors, blocks = batch.states(2)
-    assert blocks.tolist() == [9]
+    tensors, states = batch.states(2)
+    assert states.blocks.tolist() == [9]
+    assert states.host_cu_seqlens == [0, 5]
     assert tensors["conv"].shape == (100, 3, 2)
     assert table_row(batch, 1, 0, 2) == [0, 3]
     assert batch.kv(4)[2] is batch.kv(0)[2]

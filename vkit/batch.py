@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.cache.store import TensorStore
-from vkit.kernels import PagedBatch
+from vkit.kernels import PagedBatch, StateBatch
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus
 
 IntArray = NDArray[np.int64]
@@ -46,6 +46,8 @@ class Batch:
     state_blocks: list[Tensor | None]
     """Per cache group, (B,) int64: the block that holds each sequence's state; None for a group of tokens."""
     store: TensorStore
+    host_cu_seqlens: list[int]
+    """cu_seqlens on the host."""
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor, PagedBatch]:
         """K cache, V cache and the sequences' places in them, for an attention layer."""
@@ -54,11 +56,17 @@ class Batch:
         assert paged is not None
         return k, v, paged
 
-    def states(self, layer: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The state tensors of a recurrent layer by name, (N, ...) each, and which entry is each sequence's (B,)."""
+    def latents(self, layer: int) -> tuple[Tensor, PagedBatch]:
+        """The cache of a layer that keeps one vector per token (N, S, 1, C), and the sequences' places in it."""
+        paged = self.paged[self.store.group_of[layer]]
+        assert paged is not None
+        return self.store.tensors[layer]["latent"], paged
+
+    def states(self, layer: int) -> tuple[dict[str, Tensor], StateBatch]:
+        """The state tensors of a recurrent layer by name, (N, ...) each, and which entry is each sequence's."""
         blocks = self.state_blocks[self.store.group_of[layer]]
         assert blocks is not None
-        return self.store.tensors[layer], blocks
+        return self.store.tensors[layer], StateBatch(blocks, self.is_fresh, self.cu_seqlens, self.host_cu_seqlens)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +169,7 @@ class BatchBuilder:
             paged=self._paged(wide[4 : 4 + num_paged], narrow, hosts),
             state_blocks=self._by_group(self._state_groups, wide[4 + num_paged :]),
             store=self._store,
+            host_cu_seqlens=hosts[2],
         )
 
     def _collect(self, scheduled: list[ScheduledSequence]) -> tuple[list[int], list[int]]:

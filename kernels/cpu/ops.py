@@ -260,6 +260,8 @@ class Operations:
 
     def unary(self, x: Tensor, kind: str) -> Tensor:
         """f(x) for the named f."""
+        if kind not in UNARY_IDS:
+            return self._fallback("unary", x, kind)
         return self._unary(x, UNARY_IDS[kind], 0.0, "unary", x, kind)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:

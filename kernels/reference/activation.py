@@ -28,6 +28,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": _relu_squared,
     "sigmoid": torch.sigmoid,
     "silu": functional.silu,
+    "softplus": functional.softplus,
     "tanh": torch.tanh,
 }
 
@@ -57,6 +58,11 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 def multiply(x: Tensor, y: Tensor) -> Tensor:
     """x · y in x.dtype."""
     return (x * y).to(x.dtype)
+
+
+def scale_rows(x: Tensor, factors: Tensor) -> Tensor:
+    """x · factors[..., None] in x.dtype."""
+    return (x.float() * factors.float().unsqueeze(-1)).to(x.dtype)
 
 
 def scale(x: Tensor, factor: float) -> Tensor:

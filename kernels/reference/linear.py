@@ -21,6 +21,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out + bias.to(x.dtype)
 
 
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (T, H, I) times weight (H, O, I), head by head, in x.dtype."""
+    return torch.matmul(x.transpose(0, 1), weight.to(x.dtype).transpose(1, 2)).transpose(0, 1)
+
+
 def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """weight[ids] in `dtype`."""
     return weight.index_select(0, ids).to(dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vkit.kernels.experts import ExpertMatrix
-from vkit.kernels.reference.activation import gelu_and_mul, silu_and_mul
+from vkit.kernels.reference.activation import gelu_and_mul, silu_and_mul, unary
 from vkit.kernels.reference.linear import linear
 from vkit.kernels.reference.quantized_linear import quantized_linear
 from vkit.kernels.reference.scaled_linear import scaled_linear
@@ -23,6 +23,33 @@ def route_experts(logits: Tensor, top_k: int, renormalizes: bool) -> tuple[Tenso
     if renormalizes:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return weights, ids
+
+
+def route_scored_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    num_groups: int,
+    top_groups: int,
+    renormalizes: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Weights (T, k) float32 and ids (T, k) int64 of the best experts of the best groups."""
+    scores = torch.softmax(logits.float(), dim=-1) if scoring == "softmax" else torch.sigmoid(logits.float())
+    scores = scores.nan_to_num(0.0, 0.0, 0.0)
+    choice = scores if bias is None else scores + bias.float()
+    if top_groups < num_groups:
+        grouped = choice.unflatten(-1, (num_groups, -1))
+        strength = grouped.amax(-1) if bias is None else grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        best = torch.sort(strength, dim=-1, descending=True, stable=True).indices[:, :top_groups]
+        is_out = torch.ones_like(strength, dtype=torch.bool).scatter_(1, best, False)
+        choice = grouped.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(-2)
+    ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, ids)
+    if renormalizes:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, ids
 
 
 def run_experts(
@@ -50,8 +77,13 @@ def run_experts(
 
 def _run_expert(x: Tensor, expert: int, gate_up: Sequence[ExpertMatrix], down: ExpertMatrix, activation: str) -> Tensor:
     hidden = torch.cat([_product(x, matrix, expert) for matrix in gate_up], dim=-1)
-    gated = silu_and_mul(hidden) if activation == "silu" else gelu_and_mul(hidden, "tanh")
-    return _product(gated, down, expert)
+    return _product(_activated(hidden, activation), down, expert)
+
+
+def _activated(hidden: Tensor, activation: str) -> Tensor:
+    if activation == "relu2":
+        return unary(hidden, "relu2")
+    return silu_and_mul(hidden) if activation == "silu" else gelu_and_mul(hidden, "tanh")
 
 
 def _product(x: Tensor, matrix: ExpertMatrix, expert: int) -> Tensor:

@@ -139,7 +139,9 @@ class Driver:
         for group, block_ids in zip(self.runner.store.groups, sequence.block_ids, strict=True):
             if group.kind is CacheKind.SLIDING:
                 self._give_back(block_ids, max(0, start - group.window + 1) // self.options.block_size)
-            if group.kind is not CacheKind.STATE:
+            if group.kind is CacheKind.STATE:
+                block_ids.extend([] if block_ids else [self.free.pop()])
+            else:
                 while len(block_ids) * self.options.block_size < start + count:
                     block_ids.append(self.free.pop())
         sequence.num_computed_tokens += count

@@ -15,6 +15,7 @@ FIRST = ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2"]
 FURTHER = [
     *("qwen3_moe", "mixtral", "gemma", "gemma2", "olmo2", "olmo3", "granite", "glm4", "phi", "stablelm"),
     *("stablelm_parallel", "opt", "cohere", "cohere2", "internlm2", "internlm3", "minicpm"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
 ]
 BACKENDS = ["reference", *(backend.name for backend in kernels.backends("cpu"))]
 SHAPES = [
@@ -28,8 +29,9 @@ SHAPES = [
     *((name, 4, 7, backend) for name in FURTHER for backend in BACKENDS),
     *((name, 16, 64, BACKENDS[-1]) for name in FURTHER),
 ]
-OUTLIERS = {"mixtral": 1, "minicpm": 1}
-"""Positions that bfloat16 activations carry past the tolerance: an expert's near tie that flips; 2.2 % once."""
+OUTLIERS = {"mixtral": 1, "minicpm": 1, "deepseek_v2": 2, "deepseek_v3": 2}
+"""Positions that bfloat16 activations carry past the tolerance: an expert's near tie that flips; just past it once
+or twice."""
 TOLERANCE = 5e-4
 
 
@@ -121,9 +123,11 @@ def test_packed_gguf(
     assert float((logits - expected).abs().max()) <= 0.02 * float(expected.max() - expected.min())
 
 
+@pytest.mark.parametrize("name", ["phi3", "minicpm3"])
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize(("suffix", "max_model_len"), [("", 128), ("_b", 32)])
 def test_longrope_follows_max_model_len(
+    name: str,
     suffix: str,
     max_model_len: int,
     block_size: int,
@@ -133,9 +137,9 @@ def test_longrope_follows_max_model_len(
     make_options: Callable[..., Any],
 ) -> None:
     """Factors are chosen once per engine: long ones above the original length of 32, short ones up to it."""
-    golden = load_golden("phi3")
+    golden = load_golden(name)
     options = make_options(block_size=block_size, max_model_len=max_model_len)
-    driver = make_driver(load_model("phi3", options), options)
+    driver = make_driver(load_model(name, options), options)
     logits, tokens = greedy_continuation(driver, {"a": golden.prompt(suffix)}, 7, 16)["a"]
     torch.testing.assert_close(logits, golden.logits(suffix), atol=TOLERANCE, rtol=0)
     assert tokens == golden.greedy(suffix)

@@ -7,6 +7,7 @@ from vkit.layers.decoder import (
     Decoder,
     DecoderLayer,
     FeedForward,
+    Mixer,
     ParallelLayer,
     PostNormLayer,
     PreNormLayer,
@@ -15,10 +16,11 @@ from vkit.layers.decoder import (
 )
 from vkit.layers.embedding import Embedding, LMHead, PositionEmbedding
 from vkit.layers.linear import ACTIVATIONS, Activation, GatedMLP, Linear, MergedLinear, PlainMLP
+from vkit.layers.latent_attention import LatentAttention, LatentShape
 from vkit.layers.module import Module, Placement, TensorSlot
-from vkit.layers.moe import Experts, MoE
+from vkit.layers.moe import Experts, MoE, Router, Routing, SharedExpertMoE
 from vkit.layers.norm import LayerNorm, Norm, RMSNorm
-from vkit.layers.rotary import RopeSpec, RotaryEmbedding
+from vkit.layers.rotary import RopeSpec, RotaryEmbedding, yarn_mscale
 
 __all__ = [
     "ACTIVATIONS",
@@ -32,9 +34,12 @@ __all__ = [
     "FeedForward",
     "GatedMLP",
     "LMHead",
+    "LatentAttention",
+    "LatentShape",
     "LayerNorm",
     "Linear",
     "MergedLinear",
+    "Mixer",
     "MoE",
     "Module",
     "Norm",
@@ -47,7 +52,11 @@ __all__ = [
     "RMSNorm",
     "RopeSpec",
     "RotaryEmbedding",
+    "Router",
+    "Routing",
     "SandwichLayer",
+    "SharedExpertMoE",
     "Stream",
     "TensorSlot",
+    "yarn_mscale",
 ]

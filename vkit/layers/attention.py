@@ -87,12 +87,18 @@ class Attention(CacheOwner):
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, H) -> (T, H)."""
         q, k, v = torch.split(self.qkv_proj(x), self._widths, dim=-1)
+        return self.o_proj(self.attend(q, k, v, batch).flatten(1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Projected queries (T, heads · D) or (T, heads, D), keys and values (T, kv heads · D) -> (T, heads, D).
+
+        May rotate q and k in place.
+        """
         q, k = self._positioned(q, k, batch)
         v = v.view(v.shape[0], -1, self._head_dim)
         k_cache, v_cache, paged = batch.kv(self.layer)
         kernels.write_kv(k, v, k_cache, v_cache, paged.slot_mapping)
-        out = kernels.paged_attention(q, k_cache, v_cache, paged, self._scale, self.window, self._soft_cap)
-        return self.o_proj(out.flatten(1))
+        return kernels.paged_attention(q, k_cache, v_cache, paged, self._scale, self.window, self._soft_cap)
 
     def _positioned(self, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Queries and keys by head, normed and rotated."""
@@ -101,22 +107,15 @@ class Attention(CacheOwner):
             q, k = q_norm(q), k_norm(k)
             q_norm = k_norm = None
         num_tokens, head_dim = q.shape[0], self._head_dim
-        q, k = q.view(num_tokens, -1, head_dim), k.view(num_tokens, -1, head_dim)
+        q = q if q.ndim == 3 else q.view(num_tokens, -1, head_dim)
+        k = k.view(num_tokens, -1, head_dim)
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) and rotary is not None:
-            assert q_norm.weight is not None
-            assert k_norm.weight is not None
-            kernels.qk_norm_rope(
-                q,
-                k,
-                q_norm.weight,
-                k_norm.weight,
-                q_norm.eps,
-                q_norm.offset,
-                batch.positions,
-                rotary.cos_sin,
-                rotary.is_interleaved,
-            )
-            return q, k
+            q_weight, k_weight = q_norm.weight, k_norm.weight
+            if q_weight is not None and k_weight is not None:
+                eps, offset = q_norm.eps, q_norm.offset
+                table, is_interleaved = rotary.cos_sin, rotary.is_interleaved
+                kernels.qk_norm_rope(q, k, q_weight, k_weight, eps, offset, batch.positions, table, is_interleaved)
+                return q, k
         if isinstance(q_norm, RMSNorm | LayerNorm) and isinstance(k_norm, RMSNorm | LayerNorm):
             q, k = q_norm(q), k_norm(k)
         if rotary is not None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from vkit import kernels
-from vkit.layers.attention import Attention
 from vkit.layers.embedding import Embedding, PositionEmbedding
 from vkit.layers.module import Module
 from vkit.layers.norm import Norm
@@ -30,6 +29,13 @@ class FeedForward(Protocol):
         """x (T, H) -> (T, H)."""
 
 
+class Mixer(Protocol):
+    """Anything that mixes tokens: attention, or a recurrent layer."""
+
+    def __call__(self, x: Tensor, batch: Batch, /) -> Tensor:
+        """x (T, H) -> (T, H)."""
+
+
 class DecoderLayer(Module):
     """A block of the stack."""
 
@@ -43,7 +49,7 @@ class PreNormLayer(DecoderLayer):
 
     def __init__(
         self,
-        self_attn: Attention,
+        self_attn: Mixer,
         mlp: FeedForward,
         input_layernorm: Norm,
         post_attention_layernorm: Norm,
@@ -74,7 +80,7 @@ class SandwichLayer(DecoderLayer):
 
     def __init__(
         self,
-        self_attn: Attention,
+        self_attn: Mixer,
         mlp: FeedForward,
         input_layernorm: Norm,
         post_attention_layernorm: Norm,
@@ -103,7 +109,7 @@ class PostNormLayer(DecoderLayer):
     """h += norm(attn(h)); h += norm(mlp(h))."""
 
     def __init__(
-        self, self_attn: Attention, mlp: FeedForward, post_attention_layernorm: Norm, post_feedforward_layernorm: Norm
+        self, self_attn: Mixer, mlp: FeedForward, post_attention_layernorm: Norm, post_feedforward_layernorm: Norm
     ) -> None:
         self.self_attn = self_attn
         self.post_attention_layernorm = post_attention_layernorm
@@ -121,7 +127,7 @@ class PostNormLayer(DecoderLayer):
 class ParallelLayer(DecoderLayer):
     """h += attn(n) + mlp(n) with n = norm h."""
 
-    def __init__(self, self_attn: Attention, mlp: FeedForward, input_layernorm: Norm) -> None:
+    def __init__(self, self_attn: Mixer, mlp: FeedForward, input_layernorm: Norm) -> None:
         self.input_layernorm = input_layernorm
         self.self_attn = self_attn
         self.mlp = mlp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ _FUSED = "gate_up_proj"
 
 
 class Experts(Module):
-    """E gated MLPs. Stored one by one (`3.gate_proj.weight`), or stacked (E, out, in), gate and up apart or fused."""
+    """E gated MLPs. Stored one by one (`3.gate_proj.weight`), or stacked (E, out, in), gate and up apart or fused.
+
+    With the activation relu2 there is no gate: down( relu(up x)² ).
+    """
 
     def __init__(
         self,
@@ -31,7 +35,7 @@ class Experts(Module):
         self._activation = activation
         gate, up, down = projections
         inner, outer = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
-        self._shapes = {gate: inner, up: inner, down: outer}
+        self._shapes = {up: inner, down: outer} if activation == "relu2" else {gate: inner, up: inner, down: outer}
         self._down = down
         self._suffix = ".weight"
         self._is_stacked = False
@@ -109,3 +113,98 @@ class MoE(Module):
         """x (T, H) -> (T, H)."""
         weights, ids = kernels.route_experts(self.gate(x), self._top_k, self._renormalizes)
         return self.experts(x, weights, ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router chooses (see `kernels.route_scored_experts`)."""
+
+    num_experts: int
+    top_k: int
+    scoring: kernels.Scoring
+    renormalizes: bool
+    has_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    logit_cap: float | None = None
+
+
+class Router(Module):
+    """Logits of the experts, then the choice. The correction bias takes part in the choice alone."""
+
+    def __init__(self, hidden_size: int, routing: Routing) -> None:
+        self.logits = _RouterLinear(hidden_size, routing.num_experts)
+        self.routing = routing
+        self._bias: Tensor | None = None
+
+    def slots(self) -> list[TensorSlot]:
+        """e_score_correction_bias, if there is one."""
+        shape = (self.routing.num_experts,)
+        return [TensorSlot("e_score_correction_bias", shape)] if self.routing.has_bias else []
+
+    def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
+        """Take the bias, in float32 as the scores are."""
+        if self.routing.has_bias:
+            self._bias = placement.vector(tensors["e_score_correction_bias"], torch.float32)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (T, H) -> weights (T, k) float32 and ids (T, k)."""
+        routing, logits = self.routing, self.logits(x)
+        if routing.logit_cap is not None:
+            logits = kernels.soft_cap(logits, routing.logit_cap)
+        return kernels.route_scored_experts(
+            logits,
+            self._bias,
+            routing.top_k,
+            scoring=routing.scoring,
+            num_groups=routing.num_groups,
+            top_groups=routing.top_groups,
+            renormalizes=routing.renormalizes,
+            scale=routing.scale,
+        )
+
+
+class _RouterLinear(Linear):
+    """The router's own weight."""
+
+    is_inline = True
+
+
+class SharedExpertMoE(Module):
+    """Routed experts beside one that sees every token, optionally through a gate of its own.
+
+    With a latent pair (`fc1_latent_proj`, `fc2_latent_proj`) the routed experts work in a narrower space.
+    """
+
+    def __init__(
+        self,
+        gate: Router,
+        experts: Experts,
+        shared_experts: Callable[[Tensor], Tensor] | None,
+        *,
+        shared_expert_gate: Linear | None = None,
+        latent: tuple[Linear, Linear] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.names = names or {}
+        self.gate = gate
+        self.experts = experts
+        self.shared_experts = shared_experts
+        self.shared_expert_gate = shared_expert_gate
+        self.fc1_latent_proj, self.fc2_latent_proj = latent or (None, None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (T, H) -> (T, H)."""
+        weights, ids = self.gate(x)
+        narrow = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+        routed = self.experts(narrow, weights, ids)
+        if self.fc2_latent_proj is not None:
+            routed = self.fc2_latent_proj(routed)
+        if self.shared_experts is None:
+            return routed
+        shared = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            factors = kernels.unary(self.shared_expert_gate(x), "sigmoid")
+            shared = kernels.scale_rows(shared, factors[:, 0])
+        return kernels.add(routed, shared)

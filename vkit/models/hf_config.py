@@ -118,8 +118,13 @@ class HFConfig:
         default_base: float = 10000.0,
         default_partial: float = 1.0,
         is_interleaved: bool = False,
+        head_dim: int | None = None,
     ) -> RopeSpec:
-        """The rope of a layer type, from the older keys (rope_theta, rope_scaling) or the newer (rope_parameters)."""
+        """The rope of a layer type, from the older keys (rope_theta, rope_scaling) or the newer (rope_parameters).
+
+        `head_dim`: the width of what rotates, where that is not the configuration's `head_dim`.
+        """
+        head_dim = head_dim or self.head_dim
         newer = self.mapping("rope_parameters")
         if layer_type is not None and isinstance(newer.get(layer_type), Mapping):
             newer = newer[layer_type]
@@ -131,9 +136,9 @@ class HFConfig:
             "partial_rotary_factor", self.number("partial_rotary_factor", "rotary_pct", default=default_partial)
         )
         kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-        width = self.head_dim if kind == "proportional" else int(self.head_dim * float(partial) + 1e-6)
+        width = head_dim if kind == "proportional" else int(head_dim * float(partial) + 1e-6)
         return RopeSpec(
-            head_dim=self.head_dim,
+            head_dim=head_dim,
             width=width,
             base=float(base),
             max_position_embeddings=self.integer("max_position_embeddings", default=max_model_len),

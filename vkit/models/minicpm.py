@@ -26,6 +26,11 @@ class MiniCPMForCausalLM(LlamaForCausalLM):
     def make_layer(self, layer: int) -> DecoderLayer:
         """One block."""
         norms = self.make_norm(self.hidden_size), self.make_norm(self.hidden_size)
-        config = self.config
-        multiplier = config.number("scale_depth") / self.num_layers**0.5 if "scale_depth" in config else 1.0
-        return PreNormLayer(self.make_attention(layer), self.make_mlp(layer), *norms, residual_multiplier=multiplier)
+        return PreNormLayer(
+            self.make_attention(layer), self.make_mlp(layer), *norms, residual_multiplier=self.residual_multiplier
+        )
+
+    @property
+    def residual_multiplier(self) -> float:
+        """The factor on what each half of a block adds."""
+        return self.config.number("scale_depth") / self.num_layers**0.5 if "scale_depth" in self.config else 1.0
