@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from vkit.kernels.activations import add, gelu_and_mul, multiply, scale, scale_rows, silu_and_mul, soft_cap, unary
 from vkit.kernels.attention import paged_attention, write_kv
-from vkit.kernels.dense import concat, embedding, head_linear, linear
+from vkit.kernels.dense import concat, embedding, head_linear, linear, replace_ids
 from vkit.kernels.dispatch import (
     Backend,
     backends,
@@ -23,8 +23,8 @@ from vkit.kernels.experts import ExpertMatrix, Scoring, route_experts, route_sco
 from vkit.kernels.norms import add_rms_norm, layer_norm, rms_norm
 from vkit.kernels.packed import quantized_embedding, quantized_linear
 from vkit.kernels.paged import PagedBatch
+from vkit.kernels.recurrent import ScanConstants, StateBatch, causal_conv1d, gated_delta_net, log_decay, mamba2_scan
 from vkit.kernels.reference.dequantize import dequantize
-from vkit.kernels.recurrent import StateBatch, causal_conv1d, gated_delta_net, log_decay, mamba2_scan
 from vkit.kernels.rotary import qk_norm_rope, rope
 from vkit.kernels.scaled import InputRounding, ScaledMatrix, scaled_linear
 
@@ -34,6 +34,7 @@ __all__ = [
     "InputRounding",
     "PagedBatch",
     "ScaledMatrix",
+    "ScanConstants",
     "Scoring",
     "StateBatch",
     "add",
@@ -58,6 +59,7 @@ __all__ = [
     "quantized_embedding",
     "quantized_linear",
     "register_backend",
+    "replace_ids",
     "rms_norm",
     "rope",
     "route_experts",

@@ -44,6 +44,12 @@ def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> 
     return out
 
 
+def replace_ids(ids: Tensor, old: Sequence[int], new: int) -> Tensor:
+    """ids (T,) with `new` in place of every id among `old`."""
+    out: Tensor = ops(ids).replace_ids(ids, tuple(old), new)
+    return out
+
+
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Each head's row times its own matrix. x (T, H, I), weight (H, O, I) -> (T, H, O) in x.dtype.
 

@@ -83,7 +83,7 @@ def route_scored_experts(
         raise ValueError(f"route_scored_experts: scoring {scoring!r}, expected softmax or sigmoid")
     if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
         raise ValueError(
-            f"route_scored_experts: {top_groups} of {num_groups} groups, expected groups that share {num_experts} experts"
+            f"route_scored_experts: {top_groups} of {num_groups} groups, expected equal groups of {num_experts}"
         )
     available = num_experts // num_groups * top_groups
     if not 1 <= top_k <= available:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from vkit.kernels.dispatch import ops
@@ -28,8 +27,20 @@ class StateBatch:
     """The same on the host."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScanConstants:
+    """What a Mamba-2 layer's heads keep apart from their state, (H,) float32 each."""
+
+    rate: Tensor
+    """Logarithm of the speed of decay."""
+    skip: Tensor
+    """Share of the input that passes by."""
+    step_bias: Tensor
+    least_step: float
+
+
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, batch: StateBatch) -> Tensor:
-    """silu(Σ_j weight[:, j] · x[t − K + 1 + j] + bias), channel by channel. x (T, C), weight (C, K) -> (T, C) in x.dtype.
+    """silu(Σ_j weight[:, j] · x[t − K + 1 + j] + bias), per channel. x (T, C), weight (C, K) -> (T, C) in x.dtype.
 
     `state` (N, C, K − 1) holds the inputs before each sequence's first token, oldest first.
 
@@ -94,12 +105,18 @@ def gated_delta_net(
 
 
 def mamba2_scan(
-    x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor, batch: StateBatch
+    x: Tensor,
+    step: Tensor,
+    b: Tensor,
+    c: Tensor,
+    constants: ScanConstants,
+    state: Tensor,
+    batch: StateBatch,
 ) -> Tensor:
-    """The selective state space of Mamba-2. x (T, H, P), step (T, H) float32, b and c (T, G, N) -> (T, H, P) in x.dtype.
+    """The selective state space of Mamba-2. x (T, H, P), step (T, H), b and c (T, G, N) -> (T, H, P) in x.dtype.
 
-    Per head: S ← exp(−exp(rate) · step) S + step · b xᵀ; y = Sᵀc + skip · x, in float32. Head h reads group
-    h // (H / G). `rate` and `skip` (H,), `state` (N, H, N, P).
+    Per head, in float32: d = max(softplus(step + bias), least step); S ← exp(−exp(rate) · d) S + d · b xᵀ;
+    y = Sᵀc + skip · x. Head h reads group h // (H / G). `state` (N, H, N, P).
 
     Raises:
         ValueError: shapes that do not fit.
@@ -110,7 +127,7 @@ def mamba2_scan(
         raise ValueError(f"mamba2_scan: b {tuple(b.shape)}, c {tuple(c.shape)}, expected groups that share {num_heads}")
     if state.shape[1:] != (num_heads, width, x.shape[2]):
         raise ValueError(f"mamba2_scan: state {tuple(state.shape)}, expected (N, {num_heads}, {width}, {x.shape[2]})")
-    if step.shape != x.shape[:2] or step.dtype != torch.float32:
-        raise ValueError(f"mamba2_scan: step {tuple(step.shape)} {step.dtype}, expected {tuple(x.shape[:2])} float32")
-    out: Tensor = ops(x).mamba2_scan(x, step, rate, b, c, skip, state, batch)
+    if step.shape != x.shape[:2]:
+        raise ValueError(f"mamba2_scan: step {tuple(step.shape)}, expected {tuple(x.shape[:2])}")
+    out: Tensor = ops(x).mamba2_scan(x, step, b, c, constants, state, batch)
     return out

@@ -39,6 +39,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "qk_norm_rope": rope.qk_norm_rope,
     "quantized_embedding": quantized_embedding.quantized_embedding,
     "quantized_linear": quantized_linear.quantized_linear,
+    "replace_ids": linear.replace_ids,
     "rms_norm": norm.rms_norm,
     "rope": rope.rope,
     "route_experts": moe.route_experts,

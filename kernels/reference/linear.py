@@ -21,6 +21,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out + bias.to(x.dtype)
 
 
+def replace_ids(ids: Tensor, old: Sequence[int], new: int) -> Tensor:
+    """ids with `new` in place of every id among `old`."""
+    for value in old:
+        ids = ids.masked_fill(ids == value, new)
+    return ids
+
+
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (T, H, I) times weight (H, O, I), head by head, in x.dtype."""
     return torch.matmul(x.transpose(0, 1), weight.to(x.dtype).transpose(1, 2)).transpose(0, 1)

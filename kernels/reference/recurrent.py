@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vkit.kernels.recurrent import StateBatch
+from vkit.kernels.recurrent import ScanConstants, StateBatch
 
 _CHUNK = 64
 _CHANNEL_CHUNK = 16
@@ -53,8 +54,8 @@ def gated_delta_net(
         matrix = current[sequences]
         pieces = []
         for part in tokens.split(size, dim=1):
-            rows = [_by_head(value[part]) for value in (q, k, v.float(), decay, beta)]
-            piece, matrix = _delta_step(*rows, matrix) if part.shape[1] == 1 else _delta_chunk(*rows, matrix)
+            inputs = _DeltaInputs(*(_by_head(value[part]) for value in (q, k, v.float(), decay, beta)))
+            piece, matrix = _delta_step(inputs, matrix) if part.shape[1] == 1 else _delta_chunk(inputs, matrix)
             pieces.append(piece)
         out[tokens] = torch.cat(pieces, dim=2).transpose(1, 2).to(v.dtype)
         state[batch.blocks[sequences]] = matrix.to(state.dtype)
@@ -62,12 +63,13 @@ def gated_delta_net(
 
 
 def mamba2_scan(
-    x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor, batch: StateBatch
+    x: Tensor, step: Tensor, b: Tensor, c: Tensor, constants: ScanConstants, state: Tensor, batch: StateBatch
 ) -> Tensor:
     """The selective state space over each sequence."""
+    step = functional.softplus(step.float() + constants.step_bias).clamp_min(constants.least_step)
     group = x.shape[1] // b.shape[1]
     b, c = (value.float().repeat_interleave(group, dim=1) for value in (b, c))
-    decay = (-rate.float().exp() * step).unsqueeze(-1)
+    decay = (-constants.rate.exp() * step).unsqueeze(-1)
     inputs = x.float() * step.unsqueeze(-1)
     out = torch.empty_like(x)
     current = _states(state, batch, torch.float32)
@@ -80,7 +82,7 @@ def mamba2_scan(
             pieces.append(queries * total.exp() @ matrix + _scores(queries, keys, total, 0) @ values)
             matrix = _advanced(matrix, keys, values, total)
         scanned = torch.cat(pieces, dim=2).transpose(1, 2)
-        out[tokens] = (scanned + skip.float().unsqueeze(-1) * x[tokens].float()).to(x.dtype)
+        out[tokens] = (scanned + constants.skip.unsqueeze(-1) * x[tokens].float()).to(x.dtype)
         state[batch.blocks[sequences]] = matrix.to(state.dtype)
     return out
 
@@ -112,22 +114,32 @@ def _unit(x: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _TINY)
 
 
-def _delta_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+class _DeltaInputs(NamedTuple):
+    """(b, H, L, width) each: of one chunk."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def _delta_step(x: _DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token: outputs (b, H, 1, Dv) and the state after it (b, H, D, Dv)."""
-    state = state * decay.exp().transpose(-1, -2)
-    state = state + k.transpose(-1, -2) * (beta * (v - k @ state))
-    return q @ state, state
+    state = state * x.decay.exp().transpose(-1, -2)
+    state = state + x.k.transpose(-1, -2) * (x.beta * (x.v - x.k @ state))
+    return x.q @ state, state
 
 
-def _delta_chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _delta_chunk(x: _DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """L tokens at once: what each writes, given that it sees what those before it wrote, is a triangular system."""
-    total = decay.cumsum(2)
-    system = beta * _scores(k, k, total, -1) + torch.eye(k.shape[2], device=k.device)
-    sides = torch.cat([beta * v, beta * total.exp() * k], dim=-1)
+    total = x.decay.cumsum(2)
+    system = x.beta * _scores(x.k, x.k, total, -1) + torch.eye(x.k.shape[2], device=x.k.device)
+    sides = torch.cat([x.beta * x.v, x.beta * total.exp() * x.k], dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    written = solved[..., : v.shape[-1]] - solved[..., v.shape[-1] :] @ state
-    out = q * total.exp() @ state + _scores(q, k, total, 0) @ written
-    return out, _advanced(state, k, written, total)
+    written = solved[..., : x.v.shape[-1]] - solved[..., x.v.shape[-1] :] @ state
+    out = x.q * total.exp() @ state + _scores(x.q, x.k, total, 0) @ written
+    return out, _advanced(state, x.k, written, total)
 
 
 def _scores(a: Tensor, b: Tensor, total: Tensor, diagonal: int) -> Tensor:

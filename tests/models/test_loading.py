@@ -116,6 +116,13 @@ def test_unknown_architecture(tiny: Any, make_options: Callable[..., Any]) -> No
         build_model(tiny, make_options())
 
 
+@pytest.mark.parametrize("architecture", sorted(models.KNOWN_BUT_REFUSED))
+def test_known_but_refused(architecture: str, tiny: Any, make_options: Callable[..., Any]) -> None:
+    tiny.architecture = architecture
+    with pytest.raises(ModelLoadError, match=rf"'{architecture}' is known but not computed: it"):
+        build_model(tiny, make_options())
+
+
 def test_registering_an_architecture(
     tiny: Any, make_options: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,11 @@ from vkit.layers.decoder import (
     SandwichLayer,
     Stream,
 )
+from vkit.layers.delta_net import CausalConv, DeltaShape, GatedDeltaNet, KimiDeltaAttention
 from vkit.layers.embedding import Embedding, LMHead, PositionEmbedding
-from vkit.layers.linear import ACTIVATIONS, Activation, GatedMLP, Linear, MergedLinear, PlainMLP
 from vkit.layers.latent_attention import LatentAttention, LatentShape
+from vkit.layers.linear import ACTIVATIONS, Activation, GatedMLP, Linear, MergedLinear, PlainMLP
+from vkit.layers.mamba import Mamba2, MambaShape
 from vkit.layers.module import Module, Placement, TensorSlot
 from vkit.layers.moe import Experts, MoE, Router, Routing, SharedExpertMoE
 from vkit.layers.norm import LayerNorm, Norm, RMSNorm
@@ -27,17 +29,23 @@ __all__ = [
     "Activation",
     "Attention",
     "CacheOwner",
+    "CausalConv",
     "Decoder",
     "DecoderLayer",
+    "DeltaShape",
     "Embedding",
     "Experts",
     "FeedForward",
+    "GatedDeltaNet",
     "GatedMLP",
+    "KimiDeltaAttention",
     "LMHead",
     "LatentAttention",
     "LatentShape",
     "LayerNorm",
     "Linear",
+    "Mamba2",
+    "MambaShape",
     "MergedLinear",
     "Mixer",
     "MoE",

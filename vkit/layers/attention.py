@@ -86,8 +86,12 @@ class Attention(CacheOwner):
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, H) -> (T, H)."""
+        return self.o_proj(self.attend(*self.project(x), batch).flatten(1))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, H) -> queries (T, heads · D), keys and values (T, kv heads · D)."""
         q, k, v = torch.split(self.qkv_proj(x), self._widths, dim=-1)
-        return self.o_proj(self.attend(q, k, v, batch).flatten(1))
+        return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Projected queries (T, heads · D) or (T, heads, D), keys and values (T, kv heads · D) -> (T, heads, D).

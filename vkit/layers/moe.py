@@ -192,7 +192,10 @@ class SharedExpertMoE(Module):
         self.experts = experts
         self.shared_experts = shared_experts
         self.shared_expert_gate = shared_expert_gate
-        self.fc1_latent_proj, self.fc2_latent_proj = latent or (None, None)
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        if latent is not None:
+            self.fc1_latent_proj, self.fc2_latent_proj = latent
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (T, H) -> (T, H)."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from vkit.errors import ModelLoadError
 from vkit.layers import ACTIVATIONS, Activation, RopeSpec
 
@@ -72,6 +74,18 @@ class HFConfig:
             raise ModelLoadError(f"config.json: {keys[0]} {name!r} is not supported (known: {', '.join(ACTIVATIONS)})")
         return ACTIVATIONS[name]
 
+    def float_type(self, key: str, default: str) -> torch.dtype:
+        """The floating type that `key` names.
+
+        Raises:
+            ModelLoadError: another kind of type.
+        """
+        name = self.text(key, default=default)
+        if name not in ("float32", "float16", "bfloat16"):
+            raise ModelLoadError(f"config.json: {key} must be float32, float16 or bfloat16, got {name!r}")
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+
     def mapping(self, key: str) -> Mapping[str, Any]:
         """The object under `key`, empty if it is not set."""
         value = self.values.get(key)
@@ -105,6 +119,11 @@ class HFConfig:
     def num_experts(self) -> int:
         """Routed experts, under whichever name the family gives them."""
         return self.integer("num_experts", "num_local_experts", "n_routed_experts")
+
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """Ids that stand for an image, a video or sound in a prompt."""
+        keys = ("image_token_id", "video_token_id", "audio_token_id")
+        return tuple(self.integer(key) for key in keys if key in self)
 
     def is_tied(self, *, default: bool) -> bool:
         """Whether the head is the embedding."""

@@ -1,0 +1,149 @@
+"""Qwen3.5 and 3.6, text: three layers of gated delta net, then one of gated attention; the larger ones with experts.
+
+Checkpoints with a vision tower answer text requests; the tower's tensors are left in the file.
+Source: Qwen Team 2025, Qwen3-Next; Yang et al. 2024, Gated Delta Networks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vkit import kernels
+from vkit.batch import Batch
+from vkit.errors import ModelLoadError
+from vkit.layers import (
+    Attention,
+    DecoderLayer,
+    DeltaShape,
+    Experts,
+    FeedForward,
+    GatedDeltaNet,
+    GatedMLP,
+    Linear,
+    MergedLinear,
+    PreNormLayer,
+    RMSNorm,
+    Router,
+    Routing,
+    SharedExpertMoE,
+)
+from vkit.models.base import ModelConfig
+from vkit.models.hf_config import HFConfig
+from vkit.models.llama import LlamaForCausalLM
+
+
+class GatedAttention(Attention):
+    """Attention whose output is gated; the query projection holds, per head, the query and then the gate."""
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (T, H) -> (T, H)."""
+        queries, keys, values = self._widths
+        q_gate, k, v = torch.split(self.qkv_proj(x), [2 * queries, keys, values], dim=-1)
+        q, gate = q_gate.unflatten(-1, (-1, 2 * self._head_dim)).chunk(2, dim=-1)
+        out = self.attend(q, k, v, batch)
+        return self.o_proj(kernels.multiply(out, kernels.unary(gate, "sigmoid")).flatten(1))
+
+
+class Qwen3_5ForCausalLM(LlamaForCausalLM):
+    """The dense model."""
+
+    decoder_name = "model"
+
+    def __init__(self, config: HFConfig, options: ModelConfig) -> None:
+        self.names = {"model": self.decoder_name}
+        super().__init__(config, options)
+
+    def make_norm(self, width: int) -> RMSNorm:
+        """A norm of this family."""
+        return RMSNorm(width, self.config.number("rms_norm_eps", default=1e-6), is_zero_centred=True)
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """One block."""
+        norms = self.make_norm(self.hidden_size), self.make_norm(self.hidden_size)
+        if self.is_full(layer):
+            return PreNormLayer(self.make_attention(layer), self.make_mlp(layer), *norms)
+        return PreNormLayer(
+            self.make_delta_net(layer), self.make_mlp(layer), *norms, names={"self_attn": "linear_attn"}
+        )
+
+    def is_full(self, layer: int) -> bool:
+        """Whether a layer is attention: as listed, or the last of every `full_attention_interval`."""
+        types = self.config.layer_types(self.num_layers)
+        if types:
+            return types[layer] == "full_attention"
+        return (layer + 1) % self.config.integer("full_attention_interval", default=4) == 0
+
+    def make_delta_net(self, layer: int) -> GatedDeltaNet:
+        """The recurrent layer of one block."""
+        config = self.config
+        gate = config.text("output_gate_type", default="silu")
+        if gate not in ("silu", "swish", "sigmoid"):
+            raise ModelLoadError(
+                f"config.json: output_gate_type {gate!r} is not supported (known: silu, swish, sigmoid)"
+            )
+        return GatedDeltaNet(
+            layer,
+            self.hidden_size,
+            DeltaShape(
+                config.integer("linear_num_key_heads"),
+                config.integer("linear_num_value_heads"),
+                config.integer("linear_key_head_dim"),
+                config.integer("linear_value_head_dim"),
+                config.integer("linear_conv_kernel_dim", default=4),
+            ),
+            eps=config.number("rms_norm_eps", default=1e-6),
+            gate="sigmoid" if gate == "sigmoid" else "silu",
+            dtype=self.dtype,
+            state_dtype=config.float_type("mamba_ssm_dtype", default="float32"),
+        )
+
+    def make_attention(self, layer: int) -> Attention:
+        """The attention of one block."""
+        config = self.config
+        _, num_heads, num_kv_heads, head_dim = self.attention_shape
+        bias = config.flag("attention_bias", default=False)
+        is_gated = config.flag("attn_output_gate", default=True)
+        kind = GatedAttention if is_gated else Attention
+        parts = {"q_proj": (1 + is_gated) * num_heads * head_dim}
+        parts |= dict.fromkeys(("k_proj", "v_proj"), num_kv_heads * head_dim)
+        return kind(
+            layer,
+            *self.attention_shape,
+            rotary=self.rotary,
+            output_bias=bias,
+            q_norm=self.make_norm(head_dim),
+            k_norm=self.make_norm(head_dim),
+            qkv_proj=MergedLinear(self.hidden_size, parts, bias=bias),
+        )
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """Experts in every layer, and one for all tokens behind a gate of its own."""
+
+    def make_mlp(self, layer: int) -> FeedForward:
+        """The experts of one block."""
+        config, hidden_size = self.config, self.hidden_size
+        activation = config.activation("hidden_act", default="silu")
+        routing = Routing(config.num_experts, config.integer("num_experts_per_tok"), "softmax", renormalizes=True)
+        return SharedExpertMoE(
+            Router(hidden_size, routing),
+            Experts(config.num_experts, hidden_size, config.integer("moe_intermediate_size"), activation=activation),
+            GatedMLP(hidden_size, config.integer("shared_expert_intermediate_size"), activation=activation),
+            shared_expert_gate=Linear(hidden_size, 1),
+            names={"shared_experts": "shared_expert"},
+        )
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    """The dense model beside a vision tower, for text."""
+
+    decoder_name = "model.language_model"
+    ignored_tensors = (r"model\.visual\..*",)
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
+    """The model with experts beside a vision tower, for text."""
+
+    decoder_name = "model.language_model"
+    ignored_tensors = (r"model\.visual\..*",)
