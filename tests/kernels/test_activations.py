@@ -19,6 +19,7 @@ FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda x: x.clamp(min=0) ** 2,
     "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
     "silu": lambda x: x / (1 + torch.exp(-x)),
+    "softplus": lambda x: torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0),
     "tanh": torch.tanh,
 }
 
@@ -75,3 +76,12 @@ def test_errors_name_op_argument_got_and_wanted() -> None:
         kernels.multiply(x, torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"soft_cap: cap 0.0, expected a positive number"):
         kernels.soft_cap(x, 0.0)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.usefixtures("backend")
+def test_scale_rows(dtype: torch.dtype) -> None:
+    x, factors = torch.randn(5, 3, 7).to(dtype), torch.randn(5, 3).to(dtype)
+    close(kernels.scale_rows(x, factors), x.double() * factors.double()[..., None], dtype)
+    with pytest.raises(ValueError, match=r"scale_rows: factors \(3,\), expected \(5, 3\)"):
+        kernels.scale_rows(x, factors[0])

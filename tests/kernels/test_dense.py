@@ -65,3 +65,21 @@ def test_errors_name_op_argument_got_and_wanted() -> None:
         kernels.concat([])
     with pytest.raises(ValueError, match=r"concat: part \(3, 8\), expected \(2,\) and a width"):
         kernels.concat([x, torch.ones(3, 8)])
+
+
+@pytest.mark.usefixtures("backend")
+def test_head_linear() -> None:
+    x, weight = torch.randn(5, 3, 8)[..., :6], torch.randn(3, 4, 6)
+    out = kernels.head_linear(x, weight)
+    for head in range(3):
+        torch.testing.assert_close(out[:, head], x[:, head] @ weight[head].T, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"head_linear: x \(5, 3, 6\) and weight \(2, 4, 6\)"):
+        kernels.head_linear(x, weight[:2])
+
+
+@pytest.mark.usefixtures("backend")
+def test_replace_ids() -> None:
+    ids = torch.tensor([7, 250, 3, 251, 0])
+    assert kernels.replace_ids(ids, (250, 251), 0).tolist() == [7, 0, 3, 0, 0]
+    assert kernels.replace_ids(ids, (), 0).tolist() == ids.tolist()
+    assert ids.tolist() == [7, 250, 3, 251, 0]

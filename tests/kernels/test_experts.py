@@ -67,3 +67,39 @@ def test_errors_name_op_argument_got_and_wanted() -> None:
         ExpertMatrix((torch.ones(2, 3), torch.ones(3, 2)))
     with pytest.raises(ValueError, match=r"ExpertMatrix: qtype 'Q9'"):
         ExpertMatrix((torch.ones(2, 3),), "Q9")
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (4, 4)])
+@pytest.mark.usefixtures("backend")
+def test_route_by_score(num_groups: int, top_groups: int, has_bias: bool, scoring: kernels.Scoring) -> None:
+    logits, bias = torch.randn(20, 12), torch.randn(12) - 3 if has_bias else None  # choices may be negative
+    weights, ids = kernels.route_scored_experts(
+        logits, bias, 3, scoring=scoring, num_groups=num_groups, top_groups=top_groups, renormalizes=True, scale=2.5
+    )
+    for row, row_weights, row_ids in zip(logits.double(), weights, ids.tolist(), strict=True):
+        scores = (row.softmax(-1) if scoring == "softmax" else row.sigmoid()).tolist()
+        choice = [score + (float(bias[e]) if bias is not None else 0.0) for e, score in enumerate(scores)]
+        size = 12 // num_groups
+        groups = [list(range(start, start + size)) for start in range(0, 12, size)]
+        best_two = 2 if bias is not None else 1
+        groups.sort(key=lambda group: -sum(sorted((choice[e] for e in group), reverse=True)[:best_two]))
+        allowed = sorted(e for group in groups[:top_groups] for e in group)
+        best = sorted(allowed, key=lambda e: -choice[e])[:3]
+        assert row_ids == best
+        total = sum(scores[e] for e in best)
+        assert row_weights.tolist() == pytest.approx([2.5 * scores[e] / total for e in best], abs=1e-5)
+
+
+@pytest.mark.usefixtures("backend")
+def test_experts_without_a_gate() -> None:
+    x, up, down = torch.randn(5, 12), torch.randn(4, 10, 12), torch.randn(4, 12, 10)
+    weights, ids = torch.rand(5, 2), torch.randint(0, 4, (5, 2))
+    matrices = [ExpertMatrix(tuple(up.unbind(0)))]
+    out = kernels.run_experts(x, weights, ids, matrices, ExpertMatrix(tuple(down.unbind(0))), "relu2")
+    for token in range(5):
+        parts = [w * (down[e] @ (up[e] @ x[token]).relu().square()) for w, e in zip(weights[token], ids[token])]
+        torch.testing.assert_close(out[token], parts[0] + parts[1], atol=1e-3, rtol=1e-4)
+    with pytest.raises(ValueError, match="2 gate_up matrices"):
+        kernels.run_experts(x, weights, ids, matrices * 2, ExpertMatrix(tuple(down.unbind(0))), "relu2")
