@@ -19,6 +19,8 @@ from vkit.kernels.dispatch import (
     using_backend,
     wrap_step,
 )
+from vkit.kernels.draw_rules import DrawRules
+from vkit.kernels.drawing import draw, draw_with_survivors
 from vkit.kernels.experts import ExpertMatrix, route_experts, run_experts
 from vkit.kernels.norms import add_rms_norm, layer_norm, rms_norm
 from vkit.kernels.packed import quantized_embedding, quantized_linear
@@ -28,6 +30,7 @@ from vkit.kernels.rotary import qk_norm_rope, rope
 
 __all__ = [
     "Backend",
+    "DrawRules",
     "ExpertMatrix",
     "PagedBatch",
     "add",
@@ -36,6 +39,8 @@ __all__ = [
     "concat",
     "configure",
     "dequantize",
+    "draw",
+    "draw_with_survivors",
     "embedding",
     "gelu_and_mul",
     "kv_layout",

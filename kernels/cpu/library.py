@@ -37,6 +37,7 @@ FLAG_INDEPENDENT = 1
 OPCODES = (
     *("PACK", "QUANTIZE", "GEMM", "GEMM_EXACT", "DENSE", "EMBED", "RMS_NORM", "GLU", "ROPE", "WRITE_KV", "ATTENTION"),
     *("ATTENTION_JOIN", "COMBINE", "UNARY", "LAYER_NORM", "ARGMAX", "READ"),
+    "DRAW",
 )
 OPCODE: dict[str, int] = {name: index for index, name in enumerate(OPCODES)}
 
