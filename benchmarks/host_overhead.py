@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from vkit import kernels
 from vkit.batch import BatchBuilder
 from vkit.cache.groups import CacheKind, LayerCacheSpec, TensorSpec, group_layers
 from vkit.cache.store import TensorStore
@@ -149,14 +150,18 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--random", action="store_true", help="temperature 0.8, top_k 50, top_p 0.95")
     parser.add_argument("--plain-random", action="store_true", help="temperature 1 and nothing else")
+    parser.add_argument("--top-p", action="store_true", help="temperature 0.8, top_p 0.95 and nothing else")
     parser.add_argument("--json", metavar="PATH")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    kernels.configure("cpu", num_threads=1, is_exact=False)
     chosen: dict[str, Any] = {"temperature": 0.0}
     if args.random:
         chosen = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": 1}
     if args.plain_random:
         chosen = {"temperature": 1.0, "seed": 1}
+    if args.top_p:
+        chosen = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
     params = SamplingParams(max_tokens=None, ignore_eos=True, output_kind=OutputKind.DELTA, **chosen)
     rows = {
         size: measure(size, num_steps=args.steps, vocab_size=args.vocab, context=args.context, params=params)

@@ -19,6 +19,8 @@ from vkit.kernels.dispatch import (
     using_backend,
     wrap_step,
 )
+from vkit.kernels.draw_rules import DrawRules
+from vkit.kernels.drawing import draw, draw_with_survivors
 from vkit.kernels.experts import ExpertMatrix, Scoring, route_experts, route_scored_experts, run_experts
 from vkit.kernels.norms import add_rms_norm, layer_norm, rms_norm
 from vkit.kernels.packed import quantized_embedding, quantized_linear
@@ -30,6 +32,7 @@ from vkit.kernels.scaled import InputRounding, ScaledMatrix, scaled_linear
 
 __all__ = [
     "Backend",
+    "DrawRules",
     "ExpertMatrix",
     "InputRounding",
     "PagedBatch",
@@ -44,6 +47,8 @@ __all__ = [
     "concat",
     "configure",
     "dequantize",
+    "draw",
+    "draw_with_survivors",
     "embedding",
     "gated_delta_net",
     "gelu_and_mul",
@@ -66,8 +71,8 @@ __all__ = [
     "route_scored_experts",
     "run_experts",
     "scale",
-    "scaled_linear",
     "scale_rows",
+    "scaled_linear",
     "silu_and_mul",
     "soft_cap",
     "unary",

@@ -15,7 +15,8 @@ import torch
 from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.engine import Engine, EngineSettings
 from vkit.inputs import EngineRequest, InputProcessor
-from vkit.randomness import draw_key, exponential_noise
+from vkit.kernels.reference.noise import exponential_noise
+from vkit.randomness import draw_key
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
 from vkit.text.tokenizer import Tokenizer
@@ -359,7 +360,8 @@ def reference_choice(
         dropped = order[np.cumsum(p[order]) <= 1.0 - params.top_p]
         x[[i for i in dropped if i != order[-1]]] = -np.inf
     ids = torch.arange(len(x), dtype=torch.int32)
-    noise = exponential_noise([draw_key(seed, len(output))], ids).numpy()[0]
+    key = np.array([draw_key(seed, len(output))], dtype=np.uint64).view(np.int64)
+    noise = exponential_noise(torch.from_numpy(key), ids).numpy()[0]
     return int((x - np.log(noise)).argmax())
 
 

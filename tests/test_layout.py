@@ -29,7 +29,7 @@ RANKS: dict[str, int] = {
     **dict.fromkeys(["vkit.loaders", "vkit.layers"], 4),
     **dict.fromkeys(["vkit.cache", "vkit.sequence", "vkit.policies", "vkit.text", "vkit.batch"], 4),
     **dict.fromkeys(["vkit.models", "vkit.structured", "vkit.parsers"], 5),
-    **dict.fromkeys(["vkit.logits", "vkit.randomness", "vkit.drawing"], 5),
+    **dict.fromkeys(["vkit.logits", "vkit.randomness"], 5),
     **dict.fromkeys(["vkit.scheduler", "vkit.sampler", "vkit.runner", "vkit.proposers", "vkit.metrics"], 6),
     **dict.fromkeys(["vkit.inputs", "vkit.outputs", "vkit.engine"], 7),
     **dict.fromkeys(["vkit.loading", "vkit.engine_thread", "vkit.beam_search", "vkit.scoring"], 8),

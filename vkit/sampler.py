@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vkit.drawing import Truncation, draw_plain, race, spread, truncate
+from vkit import kernels
 from vkit.logits import AddedRow, BatchLogitsProcessor, BatchUpdate, RowEdits, apply_bitmask, edits_for
-from vkit.randomness import draw_key
+from vkit.randomness import draw_keys, mixed_seed
 from vkit.sequence import OutputTokens, Plan, ScheduledSequence, Sequence, StepSamples
 from vkit.structured.masks import FilledMasks, GrammarMasks
 from vkit.types import WHOLE_VOCABULARY, Logprob, PositionLogprobs
@@ -24,9 +27,6 @@ from vkit.types import WHOLE_VOCABULARY, Logprob, PositionLogprobs
 logger = logging.getLogger("vkit.sampler")
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-
-_ROWS_AT_ONCE = 16
-"""Random rows handled together: their scratch stays in cache."""
 
 
 @dataclass(slots=True)
@@ -37,20 +37,22 @@ class _Batch:
     edits: list[tuple[int, RowEdits]] = field(default_factory=list)
     grammars: list[int] = field(default_factory=list)
     logprob_rows: list[int] = field(default_factory=list)
+    greedy: list[int] = field(default_factory=list)
     random: list[_RandomRows] = field(default_factory=list)
     keeps_survivors: bool = False
 
 
 @dataclass(slots=True)
 class _RandomRows:
-    """Random rows of one kind and their parameters."""
+    """Random rows and their parameters."""
 
     rows: list[int]
+    sequences: list[Sequence]
+    mixed_seeds: npt.NDArray[np.uint64]
+    keeps_survivors: bool
+    """Whether their log-probabilities are those of what is drawn from."""
     index: Tensor
-    temperatures: Tensor
-    truncation: Truncation | None
-    """None where min_p, top_k and top_p are off."""
-    is_whole_batch: bool
+    rules: kernels.DrawRules
 
 
 class Sampler:
@@ -77,6 +79,7 @@ class Sampler:
         self._pending_masks: Future[FilledMasks] | None = None
         self._edits: dict[str, RowEdits] = {}
         self._batch = _Batch([])
+        self._device = torch.device("cpu")
 
     @property
     def can_forbid(self) -> bool:
@@ -125,19 +128,25 @@ class Sampler:
         return items, rows
 
     def _sample_rows(self, logits: Tensor, items: list[int], plan: Plan, result: StepSamples) -> None:
-        batch = self._batch_of([plan.scheduled[index].sequence for index in items])
+        batch = self._batch_of([plan.scheduled[index].sequence for index in items], logits.device)
         raw = None
         if batch.logprob_rows and not self._takes_processed:
             raw = self._snapshot(logits[torch.tensor(batch.logprob_rows, device=logits.device)])
         errors = self._edit(logits, batch, plan)
-        greedy = row_argmax(logits)
-        largest = logits.gather(1, greedy.unsqueeze(1)).squeeze(1)
-        token_ids: list[int] = greedy.tolist()
-        self._check_rows(largest, errors, result)
-        _apply_plugins(self._invariant, logits, errors)
+        token_ids = [0] * len(items)
+        largest = torch.zeros(len(items), device=logits.device)
+        # Only an invariant plug-in parts what is judged from what is drawn from; else a random row is read once.
+        judges_first = bool(self._invariant)
+        _choose_greedily(logits, range(len(items)) if judges_first else batch.greedy, token_ids, largest)
+        if judges_first:
+            self._check_rows(largest, errors, result)
+            _apply_plugins(self._invariant, logits, errors)
         processed = logits.clone() if batch.keeps_survivors else None
         for group in batch.random:
-            self._draw(logits, group, batch, token_ids, processed)
+            found = self._draw(logits, group, token_ids, processed)
+            largest[group.index] = found
+        if not judges_first:
+            self._check_rows(largest, errors, result)
         if batch.logprob_rows:
             if raw is None:
                 source = processed if processed is not None else logits
@@ -152,7 +161,7 @@ class Sampler:
 
     # Composition
 
-    def _batch_of(self, sequences: list[Sequence]) -> _Batch:
+    def _batch_of(self, sequences: list[Sequence], device: torch.device) -> _Batch:
         if sequences == self._batch.sequences:
             for plugin in self._changing + self._invariant:
                 plugin.update_state(None)
@@ -161,13 +170,13 @@ class Sampler:
             update = _batch_update(self._batch.sequences, sequences)
             for plugin in self._changing + self._invariant:
                 plugin.update_state(update)
+        self._device = device
         self._batch = self._new_batch(sequences)
         return self._batch
 
     def _new_batch(self, sequences: list[Sequence]) -> _Batch:
         batch = _Batch(sequences)
-        plain: list[int] = []
-        truncated: list[int] = []
+        random: dict[bool, list[int]] = {False: [], True: []}
         for row, sequence in enumerate(sequences):
             params = sequence.params
             edits = self._edits.get(sequence.id)
@@ -179,35 +188,31 @@ class Sampler:
                 batch.grammars.append(row)
             if params.logprobs is not None or params.logprob_token_ids:
                 batch.logprob_rows.append(row)
-            if not params.is_greedy:
-                is_truncated = params.top_p < 1.0 or 0 < params.top_k < self._vocab_size or params.min_p > 0.0
-                (truncated if is_truncated else plain).append(row)
-        has_random_logprobs = any(not sequences[row].params.is_greedy for row in batch.logprob_rows)
-        batch.keeps_survivors = self._takes_processed and has_random_logprobs
-        for rows, is_truncated in ((plain, False), (truncated, True)):
-            for first in range(0, len(rows), _ROWS_AT_ONCE):
-                batch.random.append(self._random_rows(sequences, rows[first : first + _ROWS_AT_ONCE], is_truncated))
+            if params.is_greedy:
+                batch.greedy.append(row)
+            else:
+                has_logprobs = bool(batch.logprob_rows) and batch.logprob_rows[-1] == row
+                random[self._takes_processed and has_logprobs].append(row)
+        batch.keeps_survivors = bool(random[True])
+        batch.random = [self._random_rows(sequences, rows, keeps) for keeps, rows in random.items() if rows]
         return batch
 
-    def _random_rows(self, sequences: list[Sequence], rows: list[int], is_truncated: bool) -> _RandomRows:
-        params = [sequences[row].params for row in rows]
-        truncation = None
-        if is_truncated:
-            top_k = [p.top_k if 0 < p.top_k < self._vocab_size else 0 for p in params]
-            truncation = Truncation(
-                min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-                top_k=torch.tensor(top_k, dtype=torch.int64),
-                top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
-                max_top_k=max(top_k),
-                has_top_p=any(p.top_p < 1.0 for p in params),
-                needs_mass=any(p.top_p < 1.0 and not k for p, k in zip(params, top_k, strict=True)),
-            )
+    def _random_rows(self, sequences: list[Sequence], rows: list[int], keeps_survivors: bool) -> _RandomRows:
+        own = [sequences[row] for row in rows]
+        params = [sequence.params for sequence in own]
         return _RandomRows(
             rows=rows,
-            index=torch.tensor(rows, dtype=torch.int64),
-            temperatures=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-            truncation=truncation,
-            is_whole_batch=len(rows) == len(sequences),
+            sequences=own,
+            mixed_seeds=np.array([mixed_seed(sequence.seed) for sequence in own], dtype=np.uint64),
+            keeps_survivors=keeps_survivors,
+            index=torch.tensor(rows, dtype=torch.int64, device=self._device),
+            rules=kernels.DrawRules.of(
+                [p.temperature for p in params],
+                [p.min_p for p in params],
+                [p.top_k if 0 < p.top_k < self._vocab_size else 0 for p in params],
+                [p.top_p for p in params],
+                self._device,
+            ),
         )
 
     # Stages
@@ -254,25 +259,19 @@ class Sampler:
                 errors[row] = "the model's logits are not finite"
                 result.num_corrupted += 1
 
-    def _draw(
-        self, logits: Tensor, group: _RandomRows, batch: _Batch, token_ids: list[int], processed: Tensor | None
-    ) -> None:
-        """Replace the greedy choice of the group's rows by a random one."""
-        index = group.index.to(logits.device)
-        rows = logits if group.is_whole_batch else logits[index]
-        temperatures = group.temperatures.to(logits.device)
-        keys = [draw_key(batch.sequences[row].seed, batch.sequences[row].num_output_tokens) for row in group.rows]
-        if group.truncation is None:
-            chosen = draw_plain(rows, temperatures, keys)
-            if processed is not None:
-                processed[index] = rows / temperatures[:, None]
+    def _draw(self, logits: Tensor, group: _RandomRows, token_ids: list[int], processed: Tensor | None) -> Tensor:
+        """Choose the tokens of the group's rows at random; the rows' largest values."""
+        positions = np.array([sequence.num_output_tokens for sequence in group.sequences], dtype=np.uint64)
+        keys = torch.from_numpy(draw_keys(group.mixed_seeds, positions).view(np.int64)).to(logits.device)
+        if group.keeps_survivors:
+            assert processed is not None, "kept for such rows"
+            chosen, largest, survivors = kernels.draw_with_survivors(logits, group.index, group.rules, keys)
+            processed[group.index] = survivors
         else:
-            found = truncate(rows, temperatures, group.truncation.to(logits.device))
-            chosen = race(found, keys)
-            if processed is not None:
-                processed[index] = spread(found, rows.shape[1])
+            chosen, largest = kernels.draw(logits, group.index, group.rules, keys)
         for row, token_id in zip(group.rows, chosen.tolist(), strict=True):
             token_ids[row] = token_id
+        return largest
 
     # Log-probabilities
 
@@ -313,6 +312,26 @@ def row_argmax(logits: Tensor) -> Tensor:
         # numpy's argmax is vectorised: 8 us against 57 us for a row of 49,152 (one AVX2 core, 2026).
         return torch.from_numpy(logits.numpy().argmax(axis=1))
     return logits.argmax(dim=1)
+
+
+def _choose_greedily(logits: Tensor, rows: SequenceABC[int], token_ids: list[int], largest: Tensor) -> None:
+    """Write the token and the largest value of each of the rows to their places."""
+    if not rows:
+        return
+    is_all = len(rows) == logits.shape[0]
+    if is_all or logits.device.type != "cpu":
+        index = torch.arange(logits.shape[0]) if is_all else torch.tensor(rows)
+        index = index.to(logits.device)
+        own = logits if is_all else logits[index]
+        best = row_argmax(own)
+        largest[index] = own.gather(1, best.unsqueeze(1)).squeeze(1)
+        for row, token_id in zip(rows, best.tolist(), strict=True):
+            token_ids[row] = token_id
+        return
+    values, found = logits.numpy(), largest.numpy()
+    for row in rows:  # one by one: copying the rows would cost more than looking at them
+        token_id = int(values[row].argmax())
+        token_ids[row], found[row] = token_id, values[row, token_id]
 
 
 def position_logprobs(values: Tensor, chosen: list[int], widths: list[int]) -> list[PositionLogprobs]:

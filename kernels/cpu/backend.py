@@ -23,6 +23,7 @@ OPS = frozenset(
         *("add_rms_norm", "layer_norm", "rms_norm", "qk_norm_rope", "rope"),
         *("embedding", "linear", "quantized_embedding", "quantized_linear"),
         *("paged_attention", "write_kv"),
+        "draw",
     }
 )
 """Each a method of Operations."""

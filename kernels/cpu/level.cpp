@@ -19,6 +19,7 @@
 #include "dense.h"
 #include "elementwise.h"
 #include "attention.h"
+#include "sampling.h"
 
 namespace {
 
@@ -36,6 +37,7 @@ int32_t is_parallel(const VkOp* op, int64_t rows) {
 }
 
 size_t scratch(const VkOp* op, const VkStep* step) {
+    if (op->opcode == VK_OP_DRAW) return draw_scratch(op);
     return op->opcode == VK_OP_ATTENTION ? attention_scratch(op, step) : 0;
 }
 
@@ -48,6 +50,7 @@ const VkLevel LEVEL = {
     {
         op_pack, op_quantize, op_gemm, op_gemm_pairs, op_gemm_exact, op_dense, op_embed, op_rms_norm, op_glu, op_rope, op_write_kv,
         op_attention, op_attention_join, op_combine, op_unary, op_layer_norm, op_argmax, op_read,
+        op_draw,
     },
     is_parallel,
     scratch,

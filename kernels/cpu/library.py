@@ -50,6 +50,7 @@ OPCODES = (
         "ATTENTION",
     ),
     *("ATTENTION_JOIN", "COMBINE", "UNARY", "LAYER_NORM", "ARGMAX", "READ"),
+    "DRAW",
 )
 OPCODE: dict[str, int] = {name: index for index, name in enumerate(OPCODES)}
 

@@ -19,6 +19,7 @@ from vkit.kernels.cpu.dtypes import DTYPE_IDS
 from vkit.kernels.cpu.library import ROWS_SEQS, Library, Op, make_op
 from vkit.kernels.cpu.tape import Eager, Node, Recording, Region, Tape, current
 from vkit.kernels.cpu.weights import KIND_FLOATS, KIND_PAIRS, PACKED_FORMATS, WeightCache, block_kind
+from vkit.kernels.draw_rules import DrawRules
 from vkit.kernels.paged import PagedBatch
 
 EPILOGUES = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
@@ -451,6 +452,19 @@ class Operations:
         )
         tape.put([Node(attend, reads, writes), Node(join, writes, writes)])
         return out
+
+    # ---------------------------------------------------------------------------------------- sampling
+
+    def draw(self, logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and largest logits of rows. Never part of a recorded step, so it runs at once."""
+        if logits.stride(1) != 1 or not (rows.is_contiguous() and keys.is_contiguous()):
+            drawn: tuple[Tensor, Tensor] = self._reference["draw"](logits, rows, rules, keys)
+            return drawn
+        ids, largest = torch.empty_like(rows), torch.empty(rows.shape[0])
+        inputs = (logits, rows, rules.temperatures, rules.min_p, rules.top_k, rules.top_p, keys, ids, largest)
+        pointers = [x.data_ptr() for x in inputs]
+        self.library.run_now(make_op("DRAW", rows.shape[0], pointers, (logits.shape[1], logits.stride(0))))
+        return ids, largest
 
     # ---------------------------------------------------------------------------------------- helpers
 

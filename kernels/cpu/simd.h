@@ -69,6 +69,20 @@ VK_INLINE VI vi_load_u16(const void* p) { return _mm512_cvtepu16_epi32(_mm256_lo
 VK_INLINE void vi_store_i8(int8_t* p, VI a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
 VK_INLINE void vi_store_u16(void* p, VI a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(a)); }
 VK_INLINE int32_t vi_sum(VI a) { return _mm512_reduce_add_epi32(a); }
+VK_INLINE VI vi_sub(VI a, VI b) { return _mm512_sub_epi32(a, b); }
+VK_INLINE VI vi_mul(VI a, VI b) { return _mm512_mullo_epi32(a, b); }
+// a < b ? x : y
+VK_INLINE VF vf_select_lt(VF a, VF b, VF x, VF y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+// Lanes with low <= x < high and their ids, side by side; how many. May write 16 of each: the rest means nothing.
+VK_INLINE int vf_pick(float* to, int32_t* to_ids, VF x, VI ids, VF low, VF high) {
+    const __mmask16 m = _mm512_cmp_ps_mask(x, low, _CMP_GE_OQ) & _mm512_cmp_ps_mask(x, high, _CMP_LT_OQ);
+    if (!m) return 0;
+    _mm512_storeu_ps(to, _mm512_maskz_compress_ps(m, x));
+    _mm512_storeu_si512(to_ids, _mm512_maskz_compress_epi32(m, ids));
+    return __builtin_popcount(m);
+}
 VK_INLINE VB vb_set1(uint8_t x) { return _mm512_set1_epi8((char)x); }
 VK_INLINE VB vb_lookup(const uint8_t* table16, VB index) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table16)), index);
@@ -183,6 +197,27 @@ VK_INLINE int32_t vi_sum(VI x) {
     const __m128i q = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
     const __m128i h = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
+}
+VK_INLINE VI vi_sub(VI x, VI y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+VK_INLINE VI vi_mul(VI x, VI y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+VK_INLINE VF vf_select_lt(VF a, VF b, VF x, VF y) {
+    return {_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(a.a, b.a, _CMP_LT_OQ)),
+            _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(a.b, b.b, _CMP_LT_OQ))};
+}
+VK_INLINE int vf_pick(float* to, int32_t* to_ids, VF x, VI ids, VF low, VF high) {
+    const __m256 a = _mm256_and_ps(_mm256_cmp_ps(x.a, low.a, _CMP_GE_OQ), _mm256_cmp_ps(x.a, high.a, _CMP_LT_OQ));
+    const __m256 b = _mm256_and_ps(_mm256_cmp_ps(x.b, low.b, _CMP_GE_OQ), _mm256_cmp_ps(x.b, high.b, _CMP_LT_OQ));
+    int mask = _mm256_movemask_ps(a) | _mm256_movemask_ps(b) << 8, count = 0;
+    if (!mask) return 0;
+    float lanes[16];
+    int32_t names[16];
+    vf_store(lanes, x);
+    memcpy(names, &ids, 64);
+    for (; mask; mask &= mask - 1, ++count) {
+        to[count] = lanes[__builtin_ctz(mask)];
+        to_ids[count] = names[__builtin_ctz(mask)];
+    }
+    return count;
 }
 VK_INLINE VB vb_set1(uint8_t x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
 VK_INLINE VB vb_lookup(const uint8_t* table16, VB index) {
@@ -325,6 +360,17 @@ VK_INLINE void vi_store_u16(void* p, VI a) {
     memcpy(p, h, 32);
 }
 VK_INLINE int32_t vi_sum(VI a) { int32_t s = 0; VK_LANES s += a.v[i]; return s; }
+VK_INLINE VI vi_sub(VI a, VI b) { VK_LANES a.v[i] = (int32_t)((uint32_t)a.v[i] - (uint32_t)b.v[i]); return a; }
+VK_INLINE VI vi_mul(VI a, VI b) { VK_LANES a.v[i] = (int32_t)((uint32_t)a.v[i] * (uint32_t)b.v[i]); return a; }
+VK_INLINE VF vf_select_lt(VF a, VF b, VF x, VF y) { VK_LANES y.v[i] = a.v[i] < b.v[i] ? x.v[i] : y.v[i]; return y; }
+VK_INLINE int vf_pick(float* to, int32_t* to_ids, VF x, VI ids, VF low, VF high) {
+    int count = 0;
+    VK_LANES if (x.v[i] >= low.v[i] && x.v[i] < high.v[i]) {
+        to[count] = x.v[i];
+        to_ids[count++] = ids.v[i];
+    }
+    return count;
+}
 VK_INLINE VB vb_set1(uint8_t x) { VB r; memset(&r, x, 64); return r; }
 VK_INLINE VB vb_lookup(const uint8_t* table16, VB index) {
     uint8_t* b = (uint8_t*)&index;

@@ -40,6 +40,7 @@ enum VkOpcode {
     VK_OP_LAYER_NORM,
     VK_OP_ARGMAX,          // index of each row's largest value, ties to the lowest
     VK_OP_READ,            // sums a buffer: the memory read probe
+    VK_OP_DRAW,            // one token per row, at random
     VK_OP_COUNT
 };
 

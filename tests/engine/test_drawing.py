@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from vkit.drawing import Survivors, Truncation, draw_plain, race, spread, truncate
-from vkit.randomness import draw_key, exponential_noise, mix64, token_bits
+from vkit.kernels.draw_rules import Truncation
+from vkit.kernels.reference.draw import Survivors, draw_plain, race, spread, truncate
+from vkit.kernels.reference.noise import exponential_noise, token_bits
+from vkit.randomness import draw_key, draw_keys, mix64, mixed_seed
+
+
+def as_keys(*values: int) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
 
 
 def rules(min_p: list[float], top_k: list[int], top_p: list[float]) -> Truncation:
@@ -71,9 +77,9 @@ def test_rows_with_impossible_tokens_only_draw_possible_ones() -> None:
     logits = torch.full((2, 300), -math.inf)
     logits[0, 17] = 0.0
     logits[1, 299] = -5.0
-    assert draw_plain(logits, torch.ones(2), [3, 4]).tolist() == [17, 299]
+    assert draw_plain(logits, torch.ones(2), as_keys(3, 4)).tolist() == [17, 299]
     found = truncate(logits, torch.ones(2), rules([0.0, 0.0], [5, 0], [0.9, 0.9]))
-    assert race(found, [3, 4]).tolist() == [17, 299]
+    assert race(found, as_keys(3, 4)).tolist() == [17, 299]
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -85,7 +91,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 def test_plain_draws_follow_the_distribution(vocab_size: int) -> None:
     draws = 40_000
     row = torch.from_numpy(np.random.default_rng(1).normal(size=vocab_size).astype(np.float32))
-    keys = [draw_key(seed, 3) for seed in range(draws)]
+    keys = as_keys(*[draw_key(seed, 3) for seed in range(draws)])
     chosen = draw_plain(row.expand(draws, -1).contiguous(), torch.full((draws,), 0.8), keys)
     counts = np.bincount(chosen.numpy(), minlength=vocab_size)
     probabilities = torch.softmax(row.double() / 0.8, 0).numpy()
@@ -98,7 +104,7 @@ def test_races_follow_the_distribution_over_positions_of_one_seed() -> None:
     draws = 40_000
     values = torch.tensor([0.0, 1.0, -1.0, 0.5, -math.inf])
     found = Survivors(values.expand(draws, -1), torch.arange(5, dtype=torch.int32).expand(draws, -1))
-    chosen = race(found, [draw_key(12, position) for position in range(draws)])
+    chosen = race(found, as_keys(*[draw_key(12, position) for position in range(draws)]))
     counts = np.bincount(chosen.numpy(), minlength=5)
     assert counts[4] == 0
     assert chi_square(counts[:4], torch.softmax(values[:4].double(), 0).numpy()) < 3 + 5 * math.sqrt(6)
@@ -111,7 +117,7 @@ def test_a_choice_does_not_depend_on_what_else_was_left_in() -> None:
     wide[0, [1, 2, 4, 6]] = values[0]
     wide_ids = torch.tensor([[0, 4, 7, 0, 9, 0, 11]], dtype=torch.int32)
     for seed in range(50):
-        key = [draw_key(seed, 0)]
+        key = as_keys(draw_key(seed, 0))
         assert race(Survivors(values, ids), key).tolist() == race(Survivors(wide, wide_ids), key).tolist()
 
 
@@ -121,15 +127,22 @@ def test_keys_differ_by_seed_and_position() -> None:
     assert mix64(0) == 0xE220A8397B1DCDAF  # first output of SplitMix64 seeded with 0
 
 
+def test_keys_of_many_sequences_are_those_of_each() -> None:
+    seeds, positions = [0, 1, -5, 2**63, 2**64 - 1], [0, 7, 1, 2**20, 3]
+    mixed = np.array([mixed_seed(seed) for seed in seeds], dtype=np.uint64)
+    found = draw_keys(mixed, np.array(positions, dtype=np.uint64))
+    assert found.tolist() == [draw_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+
+
 def test_noise_bits_are_balanced_and_independent() -> None:
     ids = torch.arange(20_000, dtype=torch.int32)
-    bits = token_bits([draw_key(1, 0), draw_key(1, 1)], ids).numpy().astype(np.int64) & 0xFFFFFFFF
+    bits = token_bits(as_keys(draw_key(1, 0), draw_key(1, 1)), ids).numpy().astype(np.int64) & 0xFFFFFFFF
     for bit in range(32):
         ones = ((bits >> bit) & 1).mean(axis=1)
         assert abs(ones - 0.5).max() < 0.02
     assert abs(np.corrcoef(bits[0], bits[1])[0, 1]) < 0.03
     assert abs(np.corrcoef(bits[0][:-1], bits[0][1:])[0, 1]) < 0.03
-    noise = exponential_noise([draw_key(2, 0)], ids).numpy()[0]
+    noise = exponential_noise(as_keys(draw_key(2, 0)), ids).numpy()[0]
     assert noise.min() > 0
     assert abs(noise.mean() - 1) < 0.03
     assert abs((noise > 1).mean() - math.exp(-1)) < 0.015

@@ -13,33 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vkit.randomness import chunk_noise, exponential_noise
+from vkit.kernels.draw_rules import DrawRules, Truncation
+from vkit.kernels.reference.noise import chunk_noise, exponential_noise
 
 CHUNK = 64
 """Tokens per chunk; also the group size of `draw_plain`, so changing it changes what seeds give."""
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """min_p, top_k and top_p of a batch of rows, one value per row; values that are off are 0, 0 and 1."""
-
-    min_p: Tensor
-    """(R,) float32"""
-    top_k: Tensor
-    """(R,) int64"""
-    top_p: Tensor
-    """(R,) float64"""
-    max_top_k: int
-    has_top_p: bool
-    needs_mass: bool
-    """Whether some row has top_p without top_k, so that the whole row's sum counts."""
-
-    def to(self, device: torch.device) -> Truncation:
-        """The same on another device."""
-        if self.min_p.device == device:
-            return self
-        moved = (self.min_p.to(device), self.top_k.to(device), self.top_p.to(device))
-        return Truncation(*moved, self.max_top_k, self.has_top_p, self.needs_mass)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +26,38 @@ class Survivors:
 
     values: Tensor
     token_ids: Tensor
+
+
+def draw(logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids (R,) int64 and largest logits (R,) of the given rows."""
+    ids, largest, _ = _draw(logits, rows, rules, keys, None)
+    return ids, largest
+
+
+def draw_with_survivors(logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `draw` gives, and the logits it was drawn from: over temperature, -inf where dropped, (R, V)."""
+    processed = torch.empty((rows.shape[0], logits.shape[1]), device=logits.device)
+    return _draw(logits, rows, rules, keys, processed)
+
+
+def _draw(
+    logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor, processed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.zeros(rows.shape[0], dtype=torch.int64, device=logits.device)
+    largest = torch.zeros(rows.shape[0], device=logits.device)
+    for block in rules.blocks:
+        own, temperatures = logits[rows[block.index]], rules.temperatures[block.index]
+        largest[block.index] = own.amax(1)
+        if block.truncation is None:
+            ids[block.index] = draw_plain(own, temperatures, keys[block.index]).to(torch.int64)
+            survivors = own / temperatures[:, None] if processed is not None else own
+        else:
+            found = truncate(own, temperatures, block.truncation)
+            ids[block.index] = race(found, keys[block.index]).to(torch.int64)
+            survivors = spread(found, own.shape[1]) if processed is not None else own
+        if processed is not None:
+            processed[block.index] = survivors
+    return ids, largest, logits if processed is None else processed
 
 
 class ChunkedRows:
@@ -79,7 +89,7 @@ class ChunkedRows:
         return Survivors(values.flatten(1), token_ids.flatten(1))
 
 
-def draw_plain(logits: Tensor, temperatures: Tensor, keys: list[int]) -> Tensor:
+def draw_plain(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
     """One token id per row (R,), drawn with probability softmax(logits / temperature). temperatures (R,).
 
     The race is run between chunks by their sums, then inside the chunk that won: the same distribution as one race
@@ -90,13 +100,13 @@ def draw_plain(logits: Tensor, temperatures: Tensor, keys: list[int]) -> Tensor:
     """
     rows = ChunkedRows(logits)
     sums = rows.weights(temperatures).sum(2)
-    chunks = (sums.to(torch.float64).log_() - chunk_noise(keys, sums.shape[1], sums.device).log_()).argmax(1)
-    cells = rows.cells[torch.arange(len(keys), device=logits.device), chunks]
+    chunks = (sums.to(torch.float64).log_() - chunk_noise(keys, sums.shape[1]).log_()).argmax(1)
+    cells = rows.cells[torch.arange(keys.shape[0], device=logits.device), chunks]
     ids = (chunks * CHUNK)[:, None] + torch.arange(CHUNK, device=logits.device)
     return race(Survivors(cells / temperatures[:, None], ids.to(torch.int32)), keys)
 
 
-def race(found: Survivors, keys: list[int]) -> Tensor:
+def race(found: Survivors, keys: Tensor) -> Tensor:
     """One token id per row, drawn with probability softmax(values): the largest of value - log(q), q ~ Exp(1).
 
     The noise belongs to (key, token id), so the choice does not depend on how many impossible cells are carried along.
