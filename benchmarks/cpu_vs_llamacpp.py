@@ -141,19 +141,26 @@ def llama_children(options: argparse.Namespace, model: str) -> list[tuple[dict[s
     common += ["--batch-prompt", str(BATCH_PROMPT), "--batch-steps", str(DECODE_STEPS)]
     several = [count for count in options.batch if count > 1]
     children = []
-    for index in range(max(len(options.pp), len(options.depth))):
-        names, extra = {}, []
-        if index < len(options.pp):
-            names["pp"] = f"prefill {options.pp[index]}"
-            extra += ["--pp", str(options.pp[index])]
+    left = sorted(options.pp)
+    runs: list[tuple[int, int | None]] = []
+    for depth in sorted(options.depth):
+        # Its context must take the whole depth in one call, which --pp makes room for.
+        prompt = next((count for count in left if count >= depth), None)
+        if prompt is not None:
+            left.remove(prompt)
+        runs.append((prompt or depth, depth))
+    runs += [(prompt, None) for prompt in left]
+    for index, (prompt, decode_at) in enumerate(runs):
+        batches = several if not index else []
+        names = {f"batch{count}": f"batch {count}" for count in batches}
+        extra = ["--pp", str(prompt), "--batch", ",".join(map(str, batches))]
+        if prompt in options.pp:
+            names["pp"] = f"prefill {prompt}"
+        if decode_at is None:
+            extra += ["--tg", "0"]
         else:
-            extra += ["--pp", "0"]
-        if index < len(options.depth):
-            names["tg"] = f"decode at {options.depth[index]}"
-            extra += ["--depth", str(options.depth[index])]
-        extra += ["--batch", "" if index else ",".join(map(str, several))]
-        if not index:
-            names.update({f"batch{count}": f"batch {count}" for count in several})
+            names["tg"] = f"decode at {decode_at}"
+            extra += ["--depth", str(decode_at)]
         children.append((names, Child([*common, *extra])))
     return children
 
