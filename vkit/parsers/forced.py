@@ -102,7 +102,7 @@ def strict_tags(parser: type[ToolParser], tools: Sequence[Tool]) -> dict[str, An
     """
     if not any(tool["function"].get("strict") for tool in tools):
         return None
-    tags = []
+    tags: list[dict[str, Any]] = []
     for tool in tools:
         around = parser.native_tags(tool["function"]["name"])
         if around is None:
@@ -112,8 +112,9 @@ def strict_tags(parser: type[ToolParser], tools: Sequence[Tool]) -> dict[str, An
         tags.append({"type": "tag", "begin": around[0], "content": content, "end": around[1]})
     before, after = parser.native_block
     if before:
-        calls = {"type": "tags_with_separator", "tags": tags, "separator": parser.native_separator or ""}
-        calls |= {"at_least_one": True, "stop_after_first": parser.native_separator is None}
+        calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags}
+        calls |= {"separator": parser.native_separator or "", "stop_after_first": parser.native_separator is None}
+        calls["at_least_one"] = True
         tags, trigger = [{"type": "tag", "begin": before, "content": calls, "end": after}], before
     else:
         begins = [tag["begin"] for tag in tags]
