@@ -75,13 +75,20 @@ def log_decay(x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
 
 
 def gated_delta_net(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, state: Tensor, batch: StateBatch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    write: Tensor,
+    state: Tensor,
+    batch: StateBatch,
+    is_tiled: bool = False,
 ) -> Tensor:
     """The gated delta rule. q and k (T, Hk, D), v (T, H, Dv) -> (T, H, Dv) in v.dtype.
 
     Per head: S ← exp(decay) S; S ← S + σ(write) k (v − Sᵀk)ᵀ; o = Sᵀq, with q and k divided by their length and q by
     the root of D, all in float32. `decay` (T, H), or (T, H, D) with one per channel of k; `write` (T, H). Head h reads
-    key head h // (H / Hk). `state` (N, H, D, Dv).
+    key head h // (H / Hk), or h mod Hk if the heads are tiled. `state` (N, H, D, Dv).
 
     Raises:
         ValueError: shapes that do not fit.
@@ -100,7 +107,7 @@ def gated_delta_net(
         raise ValueError(
             f"gated_delta_net: decay {tuple(decay.shape)} and write {tuple(write.shape)} for {tuple(v.shape)}"
         )
-    out: Tensor = ops(v).gated_delta_net(q, k, v, decay, write, state, batch)
+    out: Tensor = ops(v).gated_delta_net(q, k, v, decay, write, state, batch, is_tiled)
     return out
 
 

@@ -39,12 +39,19 @@ def log_decay(x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
 
 
 def gated_delta_net(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, state: Tensor, batch: StateBatch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    write: Tensor,
+    state: Tensor,
+    batch: StateBatch,
+    is_tiled: bool = False,
 ) -> Tensor:
     """The gated delta rule over each sequence."""
     group = v.shape[1] // q.shape[1]
-    q = _unit(q).mul_(q.shape[-1] ** -0.5).repeat_interleave(group, dim=1)
-    k = _unit(k).repeat_interleave(group, dim=1)
+    q, k = _unit(q).mul_(q.shape[-1] ** -0.5), _unit(k)
+    q, k = (x.repeat(1, group, 1) if is_tiled else x.repeat_interleave(group, dim=1) for x in (q, k))
     decay = decay.view(*decay.shape[:2], -1)
     beta = torch.sigmoid(write.float()).unsqueeze(-1)
     out = torch.empty_like(v)

@@ -99,7 +99,9 @@ def test_experts_without_a_gate() -> None:
     matrices = [ExpertMatrix(tuple(up.unbind(0)))]
     out = kernels.run_experts(x, weights, ids, matrices, ExpertMatrix(tuple(down.unbind(0))), "relu2")
     for token in range(5):
-        parts = [w * (down[e] @ (up[e] @ x[token]).relu().square()) for w, e in zip(weights[token], ids[token])]
+        parts = [
+            w * (down[e] @ (up[e] @ x[token]).relu().square()) for w, e in zip(weights[token], ids[token], strict=True)
+        ]
         torch.testing.assert_close(out[token], parts[0] + parts[1], atol=1e-3, rtol=1e-4)
     with pytest.raises(ValueError, match="2 gate_up matrices"):
         kernels.run_experts(x, weights, ids, matrices * 2, ExpertMatrix(tuple(down.unbind(0))), "relu2")

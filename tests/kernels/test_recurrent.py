@@ -58,10 +58,10 @@ def test_convolution(cut: list[list[int]], has_bias: bool) -> None:
     assert state[[0, 2, 4]].isnan().all()
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(("per_channel", "is_tiled"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.usefixtures("backend")
-def test_delta_rule(cut: list[list[int]], per_channel: bool) -> None:
+def test_delta_rule(cut: list[list[int]], per_channel: bool, is_tiled: bool) -> None:
     totals = [sum(step[b] for step in cut) for b in (0, 1)]
     shapes = {"q": (2, 8), "k": (2, 8), "v": (4, 6), "decay": (4, 8) if per_channel else (4,), "write": (4,)}
     sequences = {name: tuple(torch.randn(total, *shape) for total in totals) for name, shape in shapes.items()}
@@ -71,18 +71,19 @@ def test_delta_rule(cut: list[list[int]], per_channel: bool) -> None:
     arguments = [split(cut, (pair[0], pair[1])) for pair in sequences.values()]
     for index, batch in enumerate(batches(cut)):
         q, k, v, decay, write = (values[index] for values in arguments)
-        outs.append(kernels.gated_delta_net(q, k, v, decay, write, state, batch))
+        outs.append(kernels.gated_delta_net(q, k, v, decay, write, state, batch, is_tiled))
     for b, (out, row) in enumerate(zip(joined(cut, outs), (3, 1), strict=True)):
         q, k, v, decay, write = (pair[b].double() for pair in sequences.values())
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
         matrix = torch.zeros(4, 8, 6, dtype=torch.float64)
         for t in range(len(v)):
             for head in range(4):
+                source = head % 2 if is_tiled else head // 2
                 fade = decay[t, head].exp()
                 old = matrix[head] * (fade.unsqueeze(1) if per_channel else fade)
-                error = v[t, head] - old.T @ k[t, head // 2]
-                matrix[head] = old + torch.outer(k[t, head // 2], error * write[t, head].sigmoid())
-                expected = matrix[head].T @ q[t, head // 2] * 8**-0.5
+                error = v[t, head] - old.T @ k[t, source]
+                matrix[head] = old + torch.outer(k[t, source], error * write[t, head].sigmoid())
+                expected = matrix[head].T @ q[t, source] * 8**-0.5
                 torch.testing.assert_close(out[t, head].double(), expected, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(state[row].double(), matrix, atol=2e-5, rtol=1e-4)
     assert state[[0, 2, 4]].isnan().all()

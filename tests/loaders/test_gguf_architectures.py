@@ -257,7 +257,41 @@ def test_rope_scaling(loaded: Checkpoint, case: Case) -> None:
 
 
 def test_every_architecture_has_a_case() -> None:
-    assert {case.arch for case in CASES} == set(ARCHITECTURES)
+    assert {case.arch for case in CASES} | {"qwen35"} == set(ARCHITECTURES)
+
+
+def test_qwen35() -> None:
+    """The golden's own GGUF file beside its safetensors: tensors equal, value heads in tiled order."""
+    folder = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models" / "qwen3_5"
+    plain, packed = open_checkpoint(folder), open_checkpoint(folder / "model-f32.gguf")
+    text = plain.config["text_config"]
+    for key in packed.config.keys() & text.keys() - IRRELEVANT - {"bos_token_id", "eos_token_id", "dtype"}:
+        assert packed.config[key] == text[key], key
+    assert packed.config["partial_rotary_factor"] == 0.25
+    num_keys, num_values, value_dim = 2, 4, 16
+    order = torch.tensor(
+        [k * (num_values // num_keys) + j for j in range(num_values // num_keys) for k in range(num_keys)]
+    )
+    rows = (order[:, None] * value_dim + torch.arange(value_dim)).flatten()
+    keys = torch.arange(2 * num_keys * 16)
+    takes = {"A_log": order, "dt_bias": order, "in_proj_a.weight": order, "in_proj_b.weight": order}
+    takes |= {"in_proj_z.weight": rows} | dict.fromkeys(
+        ("in_proj_qkv.weight", "conv1d.weight"), torch.cat([keys, len(keys) + rows])
+    )
+    for name in packed.tensor_names():
+        expected = plain.load(name.replace("model.", "model.language_model.", 1))
+        found = packed.load(name)
+        assert isinstance(expected, torch.Tensor)
+        assert isinstance(found, torch.Tensor)
+        assert packed.tensor_info(name).shape == tuple(expected.shape)
+        part = name.partition("linear_attn.")[2]
+        expected = (
+            expected[:, rows] if part == "out_proj.weight" else expected[takes[part]] if part in takes else expected
+        )
+        torch.testing.assert_close(found, expected)
+    assert len(packed.tensor_names()) == len(
+        [name for name in plain.tensor_names() if "visual" not in name and "mtp" not in name]
+    )
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -96,7 +96,7 @@ def test_logits_and_greedy(
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("chunk", [5, 64])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_5"])
 def test_gguf(
     name: str,
     chunk: int,

@@ -70,6 +70,8 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     conv_width: int
+    is_tiled: bool = False
+    """Value head h belongs to key head h mod the number of key heads, not to h // (value heads per key head)."""
 
     @property
     def keys(self) -> int:
@@ -145,6 +147,7 @@ class GatedDeltaNet(CacheOwner):
             write,
             tensors["matrix"],
             states,
+            shape.is_tiled,
         )
         gated = kernels.multiply(self.norm(out).flatten(1), kernels.unary(z, self._gate))
         return self.out_proj(gated)

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from vkit.loaders import gguf_config, names
 from vkit.loaders.gguf_config import Config, MetadataReader
 from vkit.loaders.names import NameMap
-from vkit.loaders.transforms import MINUS_ONE, TRANSPOSED, Split, Transform, half_split_rows, split_heads, split_qkv
+from vkit.loaders.transforms import (
+    DEPTHWISE,
+    LOGARITHM,
+    MINUS_ONE,
+    TRANSPOSED,
+    Split,
+    Transform,
+    half_split_rows,
+    split_heads,
+    split_qkv,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,9 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "phi3": GGUFArchitecture(gguf_config.phi3, names.PHI3),
     "qwen2": GGUFArchitecture(gguf_config.qwen2, names.PLAIN),
     "qwen3": GGUFArchitecture(gguf_config.qwen3, names.QWEN3),
+    "qwen35": GGUFArchitecture(
+        gguf_config.qwen35, names.QWEN35, _ZERO_CENTRED | {"ssm_a": LOGARITHM, "ssm_conv1d": DEPTHWISE}
+    ),
     "qwen3moe": GGUFArchitecture(gguf_config.qwen3moe, names.QWEN3_MOE),
     "stablelm": GGUFArchitecture(
         gguf_config.stablelm, names.STABLELM, splits={"attn_q_norm": split_heads, "attn_k_norm": split_heads}

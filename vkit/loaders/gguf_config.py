@@ -390,6 +390,29 @@ def qwen3(reader: MetadataReader) -> Config:
     }
 
 
+def qwen35(reader: MetadataReader) -> Config:
+    """Qwen 3.5 dense. The file's value heads are in tiled order, which the model takes as it is."""
+    config = _common(reader, "Qwen3_5ForCausalLM", "qwen3_5_text")
+    config |= _attention(reader, config) | _rms_norm(reader)
+    config |= _rope(reader, config["head_dim"])
+    num_value_heads = reader.integer("ssm.time_step_rank")
+    value_dim, rest = divmod(reader.integer("ssm.inner_size"), num_value_heads)
+    if rest:
+        reader.refuse_key("ssm.inner_size", reader.integer("ssm.inner_size"), f"a multiple of {num_value_heads} heads")
+    return config | {
+        "intermediate_size": reader.integer("feed_forward_length"),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "full_attention_interval": reader.optional_integer("full_attention_interval", minimum=1) or 4,
+        "linear_conv_kernel_dim": reader.integer("ssm.conv_kernel"),
+        "linear_num_key_heads": reader.integer("ssm.group_count"),
+        "linear_num_value_heads": num_value_heads,
+        "linear_key_head_dim": reader.integer("ssm.state_size"),
+        "linear_value_head_dim": value_dim,
+        "linear_value_head_order": "tiled",
+    }
+
+
 def qwen3moe(reader: MetadataReader) -> Config:
     """Qwen 3 with experts in every layer; the router's weights are always renormalised."""
     if reader.optional_integer("expert_gating_func") not in (None, 0, 1):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _BLOCK_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)\.(weight|bias)")
+_ANY_BLOCK_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
 _EXPERT_NAME = re.compile(r"(.+)\.(0|[1-9]\d{0,5})")
 
 
@@ -27,20 +28,27 @@ class TensorName:
     @property
     def hf_name(self) -> str:
         """The complete Hugging Face name."""
-        return f"{self.hf_base}.{self.suffix}"
+        return f"{self.hf_base}.{self.suffix}" if self.suffix else self.hf_base
 
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Names of one family. `per_expert` maps files that keep one tensor per expert; `{e}` is the expert's number."""
+    """Names of one family. `per_expert` maps files that keep one tensor per expert; `{e}` is the expert's number.
+
+    `exact` maps the names of a layer that end otherwise than in `.weight` or `.bias`, in the file or in the checkpoint.
+    """
 
     top: Mapping[str, str]
     layer: Mapping[str, str]
     layer_prefix: str = "model.layers.{i}."
     per_expert: Mapping[str, str] = field(default_factory=dict)
+    exact: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, gguf_name: str) -> TensorName | None:
         """The parts of a name this family has, else None."""
+        whole = _ANY_BLOCK_NAME.fullmatch(gguf_name)
+        if whole is not None and whole[2] in self.exact:
+            return TensorName(whole[2], self.layer_prefix.format(i=whole[1]) + self.exact[whole[2]], "")
         block = _BLOCK_NAME.fullmatch(gguf_name)
         if block is None:
             base, _, suffix = gguf_name.rpartition(".")
@@ -99,6 +107,24 @@ LLAMA = NameMap(TOP, ATTENTION | MLP | PRE_NORMS | MIXTRAL_EXPERTS, per_expert=M
 PLAIN = NameMap(TOP, ATTENTION | MLP | PRE_NORMS)
 QWEN3 = NameMap(TOP, ATTENTION | QK_NORM | MLP | PRE_NORMS)
 QWEN3_MOE = NameMap(TOP, ATTENTION | QK_NORM | MLP | PRE_NORMS | QWEN_EXPERTS)
+QWEN35 = NameMap(
+    TOP,
+    ATTENTION
+    | QK_NORM
+    | MLP
+    | {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
+    exact={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+)
 GEMMA = PLAIN
 GEMMA2 = NameMap(TOP, ATTENTION | MLP | FOUR_NORMS)
 GEMMA3 = NameMap(TOP, ATTENTION | QK_NORM | MLP | FOUR_NORMS)

@@ -70,6 +70,20 @@ def _minus_one(weight: BlockWeight, config: Config) -> BlockWeight:
     return _dense(weight) - 1.0
 
 
+def _logarithm(weight: BlockWeight, config: Config) -> BlockWeight:
+    return torch.log(-_dense(weight))
+
+
+def _with_middle(weight: BlockWeight, config: Config) -> BlockWeight:
+    return _dense(weight).unsqueeze(1)
+
+
+def _matrix_with_middle(shape: Shape, config: Config) -> Shape:
+    if len(shape) != 2:
+        raise ValueError(f"{list(shape)} is no matrix")
+    return shape[0], 1, shape[1]
+
+
 def _transpose(weight: BlockWeight, config: Config) -> BlockWeight:
     return weight.t()
 
@@ -86,6 +100,12 @@ def _dense(weight: BlockWeight) -> torch.Tensor:
 
 MINUS_ONE = Transform(_minus_one, dtype=torch.float32, copies=True)
 """Zero-centred norm weights: the file has 1 + w, the checkpoint w. Subtracted in float32."""
+
+LOGARITHM = Transform(_logarithm, dtype=torch.float32, copies=True)
+"""Speeds of decay: the file has −exp(a), the checkpoint a."""
+
+DEPTHWISE = Transform(_with_middle, _matrix_with_middle, dtype=torch.float32)
+"""Kernels of a depthwise convolution (C, K) to the checkpoint's (C, 1, K)."""
 
 TRANSPOSED = Transform(_transpose, _reversed_matrix)
 """(out, in) to the (in, out) of GPT-2's own checkpoints; a view. A bias stays as it is."""

@@ -82,6 +82,11 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
             raise ModelLoadError(
                 f"config.json: output_gate_type {gate!r} is not supported (known: silu, swish, sigmoid)"
             )
+        order = config.text("linear_value_head_order", default="grouped")
+        if order not in ("grouped", "tiled"):
+            raise ModelLoadError(
+                f"config.json: linear_value_head_order {order!r} is not supported (known: grouped, tiled)"
+            )
         return GatedDeltaNet(
             layer,
             self.hidden_size,
@@ -91,6 +96,7 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
                 config.integer("linear_key_head_dim"),
                 config.integer("linear_value_head_dim"),
                 config.integer("linear_conv_kernel_dim", default=4),
+                is_tiled=order == "tiled",
             ),
             eps=config.number("rms_norm_eps", default=1e-6),
             gate="sigmoid" if gate == "sigmoid" else "silu",
