@@ -184,9 +184,81 @@ def test_settings_that_cannot_be(make_checkpoint: Callable[..., Any], make_optio
         ("opt", "word_embed_proj_dim", 32),
         ("opt", "do_layer_norm_before", False),
         ("gpt2", "add_cross_attention", True),
+        ("deepseek_v2", "topk_method", "best_of"),
+        ("deepseek_v3", "scoring_func", "tanh"),
+        ("kimi_linear", "mla_use_nope", False),
+        ("kimi_linear", "moe_router_activation_func", "tanh"),
+        ("kimi_linear", "linear_attn_config", {"full_attn_layers": [3], "kda_layers": "all"}),
+        ("laguna", "gating", "per-token"),
+        ("laguna", "moe_apply_router_weight_on_input", True),
+        ("laguna", "num_attention_heads_per_layer", [4]),
+        ("nemotron_h", "time_step_limit", [0.0, 1.0]),
+        ("nemotron_h", "mamba_hidden_act", "gelu"),
+        ("nemotron_h", "hybrid_override_pattern", "MX"),
     ):
         with pytest.raises(ModelLoadError, match=key):
             create_model(make_checkpoint(name, **{key: value}), make_options())
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen3_5", "output_gate_type", "tanh"),
+        ("qwen3_5", "mamba_ssm_dtype", "int8"),
+        ("qwen3_5", "linear_value_head_order", "sorted"),
+        ("gemma4", "layer_types", None),
+        ("gemma4", "num_kv_shared_layers", 6),
+        ("muse_glimmer", "layer_rope_theta", [1e4]),
+    ],
+)
+def test_settings_of_a_text_part_that_cannot_be(
+    name: str, key: str, value: object, make_checkpoint: Callable[..., Any], make_options: Callable[..., Any]
+) -> None:
+    checkpoint = make_checkpoint(name)
+    checkpoint.config["text_config"] = {**checkpoint.config["text_config"], key: value}
+    with pytest.raises(ModelLoadError, match="shares keys" if key == "num_kv_shared_layers" else key):
+        create_model(checkpoint, make_options())
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("qwen3_5", "Qwen3_5ForCausalLM"),
+        ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
+        ("muse_glimmer", "MuseGlimmerForCausalLM"),
+    ],
+)
+def test_text_only_exports(
+    name: str, architecture: str, make_checkpoint: Callable[..., Any], make_options: Callable[..., Any]
+) -> None:
+    """A flat configuration, no towers and no prefix of the text part; towers are ignored only where one may be."""
+    whole = make_checkpoint(name)
+    build_model(whole, make_options())
+    checkpoint = make_checkpoint(name)
+    checkpoint.config, checkpoint.architecture = checkpoint.config["text_config"], architecture
+    checkpoint.tensors = {
+        key.replace("model.language_model.", "model."): value
+        for key, value in whole.tensors.items()
+        if "visual" not in key and "vision" not in key
+    }
+    build_model(checkpoint, make_options())
+    if name.startswith("qwen"):
+        checkpoint.tensors["model.visual.pos_embed.weight"] = torch.ones(1)
+        with pytest.raises(CheckpointError, match=r"does not use: model.visual.pos_embed.weight"):
+            build_model(checkpoint, make_options())
+
+
+def test_block_types_spell_the_pattern(make_checkpoint: Callable[..., Any], make_options: Callable[..., Any]) -> None:
+    kinds = ["linear_attention", "moe", "full_attention", "mlp", "mamba", "moe"]
+    checkpoint = make_checkpoint("nemotron_h", layers_block_type=kinds, hybrid_override_pattern=None)
+    build_model(checkpoint, make_options())
+
+
+def test_laguna_spellings(make_checkpoint: Callable[..., Any], make_options: Callable[..., Any]) -> None:
+    checkpoint = make_checkpoint("laguna")
+    for ours, theirs in (("experts.e_score", "gate.e_score"), ("shared_expert.", "shared_experts.")):
+        checkpoint.tensors = {key.replace(ours, theirs): value for key, value in checkpoint.tensors.items()}
+    build_model(checkpoint, make_options())
 
 
 def test_config_spellings(golden_path: Callable[[str], Path], make_options: Callable[..., Any]) -> None:

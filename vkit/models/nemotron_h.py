@@ -190,13 +190,13 @@ def block_kinds(config: HFConfig) -> list[str]:
     Raises:
         ModelLoadError: neither key is set, or it holds something else.
     """
-    listed = config.values.get("layers_block_type") or config.values.get("hybrid_override_pattern")
+    key = "layers_block_type" if "layers_block_type" in config else "hybrid_override_pattern"
+    listed = config.values.get(key)
     if not isinstance(listed, str | list):
-        raise ModelLoadError("config.json: layers_block_type or hybrid_override_pattern is missing")
-    kinds = [_LETTERS.get(item, _SYNONYMS.get(item, item)) for item in listed]
-    unknown = sorted(set(map(str, kinds)) - set(_LETTERS.values()))
+        raise ModelLoadError(f"config.json: {key} must spell the blocks, got {listed!r}")
+    kinds = [_LETTERS.get(item, _SYNONYMS.get(item, item)) for item in map(str, listed)]
+    unknown = sorted(set(kinds) - set(_LETTERS.values()))
     if unknown:
-        raise ModelLoadError(
-            f"config.json: block types {', '.join(unknown)} are not supported (known: {', '.join(_LETTERS.values())})"
-        )
+        known = ", ".join(_LETTERS.values())
+        raise ModelLoadError(f"config.json: {key}: {', '.join(unknown)} is not supported (known: {known})")
     return kinds
