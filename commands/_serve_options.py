@@ -207,6 +207,10 @@ class ApiFlags:
         str,
         _api("--reasoning-parser", metavar="NAME", help="How thoughts are told from answers; auto asks the template."),
     ] = "none"
+    reasoning_effort_map: Annotated[
+        str | None,
+        _api("--reasoning-effort-map", metavar="JSON", help="What the chat template is told in place of an effort."),
+    ] = None
     reasoning_field: Annotated[
         Literal["both", "reasoning", "reasoning_content"],
         _api("--reasoning-field", help="Names under which chat replies carry thoughts."),
@@ -335,6 +339,7 @@ def server_settings(
         scheduling_policy=scheduling_policy,
         tool_call_parser=api.tool_call_parser,
         reasoning_parser=api.reasoning_parser,
+        reasoning_effort_map=effort_map(api.reasoning_effort_map),
         reasoning_field=api.reasoning_field,
         default_chat_template_kwargs=json_object("--default-chat-template-kwargs", api.default_chat_template_kwargs),
         trust_request_chat_template=api.trust_request_chat_template,
@@ -379,6 +384,21 @@ def json_object(flag: str, text: str | None) -> dict[str, Any]:
     value = _json(flag, text)
     if not isinstance(value, dict):
         raise UsageError(f"{flag}: expected a JSON object, got {text!r}")
+    return value
+
+
+def effort_map(text: str | None) -> dict[str, Any]:
+    """What stands in for which reasoning effort; empty for None.
+
+    Raises:
+        UsageError: not a JSON object, or one with a key that is no effort.
+    """
+    from vkit.server.settings import EFFORTS
+
+    value = json_object("--reasoning-effort-map", text)
+    for name in value:
+        if name not in EFFORTS:
+            raise UsageError(f"--reasoning-effort-map: expected keys among {', '.join(EFFORTS)}, got {name!r}")
     return value
 
 

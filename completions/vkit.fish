@@ -219,6 +219,7 @@ complete -c vkit -n '__fish_seen_subcommand_from serve' -l trust-request-chat-te
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l exclude-tools-when-tool-choice-none -d 'Hide the tools from the model when none may be called.'
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l tool-call-parser -x -d 'How tool calls are read; auto asks the chat template, none reads none.'
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l reasoning-parser -x -d 'How thoughts are told from answers; auto asks the template.'
+complete -c vkit -n '__fish_seen_subcommand_from serve' -l reasoning-effort-map -x -d 'What the chat template is told in place of an effort.'
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l reasoning-field -x -a 'both reasoning reasoning_content' -d 'Names under which chat replies carry thoughts.'
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l enable-auto-tool-choice -d 'Accepted: models may always choose to call tools.'
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l response-role -x -d 'Role of the replies.'

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
@@ -44,19 +45,31 @@ class Running:
             if line.startswith("listening on "):
                 self.url = line.split()[-1]
             if line.startswith("ready after "):
-                return
+                break
+        # Somebody must read on, or the process stops when the pipe is full.
+        self._reader = threading.Thread(target=self._read_on, daemon=True)
+        self._reader.start()
+
+    def _read_on(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(self.process.stderr)
 
     def stop(self) -> int:
         """End it as an operator would; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        out, err = self.process.communicate(timeout=30)
-        assert out == ""
-        self.lines.append(err)
-        return self.process.returncode
+        status = self.process.wait(timeout=30)
+        self._reader.join(timeout=10)
+        assert self.process.stdout is not None
+        assert self.process.stdout.read() == ""
+        return status
 
     def close(self) -> None:
         """Make sure that it has ended."""
         if self.process.poll() is None:
             self.process.kill()
-            self.process.communicate()
+            self.process.wait()
+        self._reader.join(timeout=10)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()

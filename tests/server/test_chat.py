@@ -372,6 +372,15 @@ async def test_beam_search(serve, toys):
     assert [choice["message"]["content"] for choice in reply["choices"]] == ["hel", "hem"]
 
 
+async def test_efforts_are_translated_for_the_template(serve, toys):
+    engine = toys.FakeAsyncLLM(template="[{{ reasoning_effort }}][{{ enable_thinking }}]")
+    served = serve(engine, reasoning_effort_map={"high": "deep", "none": 0})
+    for effort, shown in (("high", "[deep][True]"), ("low", "[low][True]"), ("none", "[0][False]")):
+        body = {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": effort}
+        rendered = (await served.post("/v1/chat/completions/render", body)).json()
+        assert rendered["prompt_text"] == shown
+
+
 async def test_render_is_what_runs(serve):
     served = serve()
     body = {"messages": [USER], "temperature": 0, "stop": "w", "return_token_offsets": True}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import shutil
 import signal
 import ssl
 import subprocess
@@ -11,8 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import httpx
+import jinja2
 import pytest
+from safetensors.torch import load_file, save_file
 
 from vkit.default_model import demo_model
 
@@ -125,3 +130,57 @@ def test_json_log_and_tls(run: Callable[..., Any], tmp_path: Path) -> None:
     entries = [json.loads(line) for text in server.lines for line in text.splitlines() if line.startswith("{")]
     assert any(entry["message"].startswith("GET /v1/models 200") for entry in entries)
     assert "sesame" not in "".join(server.lines)
+
+
+def test_a_lone_gguf_brings_its_template(launch: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+
+    def ask(server: Any, path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(server.url + path, json=body, timeout=60)
+
+    alone = tmp_path / "alone.gguf"
+    shutil.copyfile(model, alone)
+    template = gguf.GGUFReader(alone).fields["tokenizer.chat_template"].contents()
+    expected = jinja2.Template(template).render(messages=messages, add_generation_prompt=True)
+    assert "user\nhi" in expected
+    server = launch(alone)
+    shown = ask(server, "/v1/chat/completions/render", {"messages": messages}).json()
+    assert shown["prompt_text"] == expected
+    assert ask(server, "/v1/chat/completions", {"messages": messages, "max_tokens": 3}).status_code == 200
+    assert server.stop() == 0
+    server = launch(alone, "--chat-template", "{% for m in messages %}!{{ m.content }}{% endfor %}")
+    shown = ask(server, "/v1/chat/completions/render", {"messages": messages}).json()
+    assert shown["prompt_text"] == "!hi"
+    assert server.stop() == 0
+    with alone.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+        at = content.find(b"tokenizer.chat_template")
+        # The template goes by a name that nobody asks for.
+        content[at : at + 23] = b"tokenizer.chat_templatx"
+    server = launch(alone)
+    for path in ("/v1/chat/completions", "/v1/chat/completions/render"):
+        refused = ask(server, path, {"messages": messages})
+        assert refused.status_code == 400
+        assert "--chat-template" in refused.json()["error"]["message"]
+    assert ask(server, "/v1/completions", {"prompt": "hi", "max_tokens": 3}).status_code == 200
+
+
+def test_a_missing_shard_ends_before_the_port_opens(launch: Callable[..., Any], tiny: Path) -> None:
+    weights = load_file(tiny / "model.safetensors")
+    (tiny / "model.safetensors").unlink()
+    shards = [f"model-{i:05}-of-00002.safetensors" for i in (1, 2)]
+    names = sorted(weights)
+    homes = {name: shards[i % 2] for i, name in enumerate(names)}
+    for shard in shards:
+        save_file({name: weights[name] for name in names if homes[name] == shard}, tiny / shard)
+    (tiny / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": homes}))
+    (tiny / shards[1]).rename(tiny / "kept")
+    server = launch(tiny)
+    assert server.process.wait(30) == 1
+    assert server.url == ""
+    assert shards[1] in "".join(server.lines)
+    (tiny / shards[1]).write_bytes((tiny / "kept").read_bytes()[:-100])
+    server = launch(tiny)
+    assert server.process.wait(30) == 1
+    assert server.url == ""
+    assert shards[1] in "".join(server.lines)
+    assert "Traceback" not in "".join(server.lines)

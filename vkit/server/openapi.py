@@ -109,7 +109,7 @@ def _responses(row: Route, by_shape: dict[str, dict[str, Any]]) -> dict[str, Any
     error = by_shape[repr(AnthropicErrorBody if row.is_anthropic else OpenAIErrorBody)]
     problem = {"content": {"application/json": {"schema": error}}}
     codes = {"500": "Fault of the server"}
-    if row.body is not None or row.parameters:
+    if row.body is not None or row.parameters or ("{" in row.path and "POST" in row.methods):
         codes["400"] = "The request is wrong; the message says where"
     if row.body is not None:
         codes["413"] = "The body is too large"

@@ -9,6 +9,9 @@ from typing import Any
 from vkit.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 DEFAULT_MAX_BODY_BYTES = 256 * 1024 * 1024
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""How hard a request may ask the model to think."""
+
 QUIET_PATHS = (
     "/health",
     "/ping",
@@ -81,6 +84,8 @@ class ServerSettings:
     tool_call_parser: str = "hermes"
     reasoning_parser: str = "none"
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort_map: Mapping[str, Any] = field(default_factory=dict)
+    """What the template is told in place of a reasoning effort."""
     reasoning_field: str = "both"
     trust_request_chat_template: bool = True
     exclude_tools_when_tool_choice_none: bool = False

@@ -57,13 +57,13 @@ from vkit.server.sampling import (
     truncate_prompt,
 )
 from vkit.server.schema import UNSET, Json, SamplingBody, Unset, Usage
+from vkit.server.settings import EFFORTS
 from vkit.server.stream import data_frame, ending_with_done
 from vkit.server.structured import asked_by, check_enforceable, of_reply
 from vkit.types import FinishReason, PositionLogprobs
 
 logger = logging.getLogger("vkit.server.requests")
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED_VARIABLES = frozenset(
     {"chat_template", "tokenize", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
@@ -270,7 +270,8 @@ def template_variables(call: Call, kwargs: Json | None, *, reasoning_effort: str
                 f"reasoning_effort: expected one of {', '.join(EFFORTS)}, got {clip(reasoning_effort)!r}",
                 "reasoning_effort",
             )
-        variables.setdefault("reasoning_effort", reasoning_effort)
+        told = call.settings.reasoning_effort_map.get(reasoning_effort, reasoning_effort)
+        variables.setdefault("reasoning_effort", told)
         variables.setdefault("enable_thinking", reasoning_effort != "none")
     return variables
 
