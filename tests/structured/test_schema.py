@@ -103,6 +103,13 @@ def test_annotations_change_nothing(compiler: GrammarCompiler, schema: Any) -> N
         ('{"type": "boolean"}', ["true"], ["1"]),
         ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"'], ['"1.2.3"']),
         ({"type": "string", "format": "hostname"}, ['"a.example"'], ['"-a"']),
+        ({"format": "date"}, ['"2024-02-29"', '"2000-02-29"', '"0001-12-31"', "1"], ['"2023-02-29"', '"1900-02-29"']),
+        ({"type": "string", "format": "date"}, ['"9999-01-31"'], ['"0000-01-01"', '"2024-04-31"', '"2024-02-30"']),
+        (
+            {"type": "string", "format": "date-time", "allOf": [{"minLength": 21}]},
+            ['"2024-02-29T10:00:00+01:00"'],
+            ['"2023-02-29T10:00:00+01:00"', '"2024-02-29T10:00:00Z"'],
+        ),
         ({"const": "a/b"}, ['"a/b"'], ['"a\\\\/b"']),
         ({"type": "string", "maxLength": 2}, ['"\\/\\/"', '"\\\\/"'], ['"\\/\\/\\/"', '"\\"']),
     ],

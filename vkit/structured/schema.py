@@ -22,6 +22,12 @@ _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "
 _FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "uuid", "email", "ipv4", "ipv6", "uri", "hostname"},
 )
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]"}
+"""Patterns beside the library's formats, which know no calendar: they would let February have 31 days."""
 _ONE_SCHEMA = frozenset({"items", "additionalItems", "additionalProperties"})
 _SCHEMA_LISTS = frozenset({"prefixItems", "anyOf", "oneOf", "allOf"})
 _SCHEMA_MAPS = frozenset({"properties", "patternProperties"})
@@ -197,6 +203,8 @@ class _Walk:
             del node["format"]  # of numbers it describes the storage, not the text
         elif not isinstance(name, str) or name not in _FORMATS:
             raise self._refuse(place, f"the format {clip(json.dumps(name))} cannot be enforced")
+        elif name in _CALENDAR and isinstance(node.setdefault("allOf", []), list):
+            node["allOf"].append({"pattern": _CALENDAR[name]})
 
     def _visit_children(self, key: str, value: Any, place: str) -> None:
         if key == "$ref":
