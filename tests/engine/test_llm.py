@@ -124,6 +124,37 @@ def test_tokenize_and_detokenize() -> None:
         assert llm.tokenizer.vocab_size == 258
 
 
+@pytest.mark.parametrize("prompt", [None, 5, b"abc", bytearray(b"abc"), [b"abc"], [None], [3, "a"], {"prompt": None}])
+def test_what_is_no_prompt_is_refused_by_name(prompt: Any) -> None:
+    with open_llm() as llm:
+        with pytest.raises(InvalidRequest, match="^prompt: ") as caught:
+            llm.generate(prompt, GREEDY)
+        assert caught.value.param == "prompt"
+        assert llm.generate("a", GREEDY)[0].finished
+
+
+def test_arguments_of_the_wrong_type_are_refused_by_name() -> None:
+    wrong: Any = {"max_tokens": 3}
+    with open_llm() as llm:
+        for call, name in (
+            (lambda: llm.generate("a", wrong), "params"),
+            (lambda: llm.generate(["a"], [wrong]), "params"),
+            (lambda: llm.stream("a", wrong), "params"),
+            (lambda: llm.generate("a", GREEDY, priority="high"), "priority"),  # type: ignore[arg-type]
+            (lambda: llm.tokenize(5), "text"),  # type: ignore[arg-type]
+            (lambda: llm.detokenize("abc"), "token_ids"),  # type: ignore[arg-type]
+            (lambda: llm.detokenize(b"abc"), "token_ids"),
+            (lambda: llm.detokenize(5), "token_ids"),  # type: ignore[arg-type]
+            (lambda: llm.detokenize([999]), "token_ids"),
+            (lambda: llm.detokenize([-1]), "token_ids"),
+            (lambda: llm.detokenize([1.0]), "token_ids"),  # type: ignore[list-item]
+        ):
+            with pytest.raises(InvalidRequest, match=f"^{name}: ") as caught:
+                call()
+            assert caught.value.param == name
+        assert llm.detokenize([]) == ""
+
+
 def test_default_parameters_come_from_the_model() -> None:
     with open_llm(generation_config={"temperature": 0.0, "max_new_tokens": 3}) as llm:
         assert len(llm.generate("a")[0].outputs[0].token_ids) == 16  # completions keep their 16
