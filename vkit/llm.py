@@ -184,7 +184,14 @@ class LLM:
         return self.stream(prompt, params if params is not None else self._chat_params())
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
-        """The likeliest `beam_width` continuations of each prompt, best first."""
+        """The likeliest `beam_width` continuations of each prompt, best first.
+
+        Raises:
+            InvalidRequest: a prompt that cannot be served, or more beams than there are tokens.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params: expected BeamSearchParams, got {params!r}", param="params")
+        params.check_vocabulary(self._inputs.vocab_size)
         eos_token_id = self._loaded.tokenizer.eos_token_id if self._loaded.tokenizer is not None else None
         found = []
         for prompt in _prompt_list(prompts):

@@ -127,7 +127,7 @@ def test_tokenize_and_detokenize() -> None:
 @pytest.mark.parametrize("prompt", [None, 5, b"abc", bytearray(b"abc"), [b"abc"], [None], [3, "a"], {"prompt": None}])
 def test_what_is_no_prompt_is_refused_by_name(prompt: Any) -> None:
     with open_llm() as llm:
-        with pytest.raises(InvalidRequest, match="^prompt: ") as caught:
+        with pytest.raises(InvalidRequest, match=r"^prompt: ") as caught:
             llm.generate(prompt, GREEDY)
         assert caught.value.param == "prompt"
         assert llm.generate("a", GREEDY)[0].finished
@@ -365,6 +365,21 @@ def test_beams_that_end_are_scored_without_their_end() -> None:
     for bad in ({"beam_width": 0}, {"max_tokens": 0}, {"temperature": float("nan")}, {"length_penalty": -1.0}):
         with pytest.raises(InvalidRequest, match=next(iter(bad))):
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 2, **bad})
+
+
+def test_beams_are_bounded_by_the_vocabulary_and_by_number() -> None:
+    with pytest.raises(InvalidRequest, match=r"^beam_width: must be in 1\.\.1024, got 1000000"):
+        BeamSearchParams(beam_width=1_000_000, max_tokens=2)
+    with pytest.raises(InvalidRequest, match=r"^ignore_eos: "):
+        BeamSearchParams(beam_width=2, max_tokens=2, ignore_eos=1)  # type: ignore[arg-type]
+    with open_llm() as llm:
+        vocab_size = llm._inputs.vocab_size
+        with pytest.raises(InvalidRequest, match=f"{vocab_size + 1} is above the vocabulary's {vocab_size} tokens"):
+            llm.beam_search("a", BeamSearchParams(beam_width=vocab_size + 1, max_tokens=2))
+        with pytest.raises(InvalidRequest, match=r"^params: "):
+            llm.beam_search("a", GREEDY)  # type: ignore[arg-type]
+        (found,) = llm.beam_search("a", BeamSearchParams(beam_width=vocab_size, max_tokens=1))
+        assert sorted(completion.token_ids[0] for completion in found.outputs) == list(range(vocab_size))
 
 
 # AsyncLLM
