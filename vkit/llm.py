@@ -117,6 +117,7 @@ class LLM:
 
         Raises:
             InvalidRequest: at once, before anything runs.
+            EngineDeadError: the engine stopped; also from the iterator, once the model has been closed.
         """
         if params is None:
             params = self._inputs.default_sampling_params(max_tokens=16)
@@ -138,6 +139,7 @@ class LLM:
         finished = False
         try:
             while not finished:
+                self._thread.check_open()  # what waits in the inbox of a closed model is no longer wanted
                 _, output = inbox.get()
                 finished = output.finished
                 yield output

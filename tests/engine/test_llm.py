@@ -172,6 +172,20 @@ def test_closing_a_stream_early_aborts_its_request() -> None:
         assert llm._loaded.engine.metrics.success.by_label["abort"] == 1
 
 
+def test_streams_of_a_closed_model_say_so() -> None:
+    llm = open_llm()
+    begun, ended = (llm.stream("hello", GREEDY.with_(max_tokens=count)) for count in (None, 4))
+    assert next(begun).outputs
+    assert next(ended).outputs
+    while llm._thread.num_in_flight > 1:  # all of its outputs wait to be taken
+        time.sleep(0.001)
+    llm.close()
+    for stream in (begun, ended):
+        with pytest.raises(EngineDeadError, match="has been shut down"):
+            next(stream)
+        assert list(stream) == []
+
+
 def test_works_inside_a_running_event_loop() -> None:
     async def run() -> str:
         with open_llm() as llm:
@@ -223,6 +237,7 @@ def test_a_failing_device_ends_everyone_and_nobody_hangs(async_scheduling: bool)
         with pytest.raises(EngineDeadError):
             call()
     llm.close()
+    assert not any(thread.name.startswith("vkit") for thread in threading.enumerate())
 
     async def run() -> None:
         engine = open_async(Broken(3), async_scheduling=async_scheduling)
