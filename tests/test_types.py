@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vkit.errors import InvalidRequest
-from vkit.types import SamplingParams, StructuredOutputs
+from vkit.types import OutputKind, RepetitionDetection, SamplingParams, StructuredOutputs
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,26 @@ from vkit.types import SamplingParams, StructuredOutputs
         ("bad_words", [""]),
         ("thinking_token_budget", -2),
         ("best_of", 0),
+        ("repetition_penalty", 10**400),
+        ("repetition_detection", {}),
+        ("repetition_detection", 5),
+        ("repetition_detection", {"max_pattern_size": 3, "max": 1}),
+        ("ignore_eos", 1),
+        ("detokenize", "no"),
+        ("skip_special_tokens", None),
+        ("spaces_between_special_tokens", 0),
+        ("include_stop_str_in_output", "yes"),
+        ("skip_reading_prefix_cache", 1),
+        ("output_kind", "all"),
+        ("output_kind", {}),
+        ("extra_args", None),
+        ("extra_args", [1]),
+        ("logits_processors", None),
+        ("logits_processors", [print, 3]),
+        ("logit_bias", [1]),
+        ("logit_bias", {1.5: 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("structured_outputs", {"regex": "a"}),
     ],
 )
 def test_bad_value_names_its_field(field: str, value: Any) -> None:
@@ -54,6 +74,14 @@ def test_bad_value_names_its_field(field: str, value: Any) -> None:
         SamplingParams(**{field: value})
     assert caught.value.param == field
     assert field in str(caught.value)
+
+
+def test_plain_values_stand_for_objects() -> None:
+    params = SamplingParams(repetition_detection={"max_pattern_size": 3}, output_kind="delta")  # type: ignore[arg-type]
+    assert params.repetition_detection == RepetitionDetection(max_pattern_size=3)
+    assert params.output_kind is OutputKind.DELTA
+    with pytest.raises(InvalidRequest, match=r"repetition_detection\.min_count"):
+        SamplingParams(repetition_detection={"max_pattern_size": 3, "min_count": "2"})  # type: ignore[arg-type]
 
 
 def test_greedy_switches_the_random_filters_off() -> None:

@@ -13,6 +13,9 @@ from vkit.errors import InvalidRequest
 from vkit.inputs import EngineRequest
 from vkit.types import WHOLE_VOCABULARY, CompletionOutput, FinishReason, PositionLogprobs, RequestOutput
 
+MAX_BEAM_WIDTH = 1024
+"""Every beam is a request of its own in every round."""
+
 NextTokens = Callable[[list[list[int]], int], list[RequestOutput]]
 """(prompts, number of log-probabilities) -> one output of one token per prompt."""
 
@@ -38,12 +41,30 @@ class BeamSearchParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequest(f"{name}: expected an integer of at least 1, got {value!r}", param=name)
+        if self.beam_width > MAX_BEAM_WIDTH:
+            raise InvalidRequest(
+                f"beam_width: must be in 1..{MAX_BEAM_WIDTH}, got {self.beam_width}", param="beam_width"
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name}: expected true or false, got {getattr(self, name)!r}", param=name)
         for name, high in (("temperature", 2.0), ("length_penalty", math.inf)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
                 raise InvalidRequest(f"{name}: expected a number of at least 0, got {value!r}", param=name)
             if not math.isfinite(value):
                 raise InvalidRequest(f"{name}: must be finite, got {value}", param=name)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse more beams than there are tokens.
+
+        Raises:
+            InvalidRequest: naming both numbers.
+        """
+        if self.beam_width > vocab_size:
+            raise InvalidRequest(
+                f"beam_width: {self.beam_width} is above the vocabulary's {vocab_size} tokens", param="beam_width"
+            )
 
 
 @dataclass(slots=True)

@@ -424,6 +424,10 @@ class Engine:
         """End what runs and stop the helper thread."""
         self.abort_all()
         self._settle()
+        self.stop_threads()
+
+    def stop_threads(self) -> None:
+        """Stop the helper threads: all there is to do about an engine whose step failed."""
         self.sampler.close()
         if self._shadow is not None:
             self._shadow.shutdown()

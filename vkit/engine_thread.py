@@ -85,6 +85,15 @@ class EngineThread:
         """Requests submitted and not finished."""
         return len(self._flights)
 
+    def check_open(self) -> None:
+        """Raises:
+        EngineDeadError: the engine has stopped, or is being closed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._is_closing:
+            raise EngineDeadError("the engine has been shut down")
+
     def submit(self, request: EngineRequest, sink: Sink) -> str:
         """Hand a request over; the result names it for `abort_one`. Its id need not be unique.
 
@@ -92,7 +101,7 @@ class EngineThread:
             EngineDeadError: the engine has stopped.
         """
         with self._lock:
-            self._check_alive()
+            self.check_open()
             self._num_submitted += 1
             key = f"{request.id}~{self._num_submitted}"
             self._flights[key] = _Flight(request.id, sink)
@@ -142,12 +151,6 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._is_closing:
-            raise EngineDeadError("the engine has been shut down")
-
     # On the engine's thread
 
     def _run(self) -> None:
@@ -162,6 +165,7 @@ class EngineThread:
             # Not one request's fault: everyone must hear of it, and nobody may wait for ever.
             logger.exception("the engine failed")
             self._fail_all(EngineDeadError(f"the engine failed: {type(error).__name__}: {error}"))
+            self._engine.stop_threads()
 
     def _empty_inbox(self) -> None:
         """Run every waiting call; wait for one when the engine has nothing to do."""

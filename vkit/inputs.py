@@ -85,6 +85,23 @@ class PromptOptions:
 DEFAULT_PROMPT_OPTIONS = PromptOptions()
 
 
+def checked_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The ids as a list.
+
+    Raises:
+        InvalidRequest: no list of integers (bytes are none), or an id outside 0..vocab_size-1; names `name`.
+    """
+    if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(token_ids, Sequence):
+        raise InvalidRequest(f"{name}: expected a list of token ids, got {type(token_ids).__name__}", param=name)
+    for token_id in token_ids:
+        if type(token_id) is not int:
+            raise InvalidRequest(f"{name}: expected token ids, got {token_id!r}", param=name)
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(f"{name}: token id {bad} is outside the vocabulary (0..{vocab_size - 1})", param=name)
+    return list(token_ids)
+
+
 @dataclass(slots=True)
 class InputProcessor:
     """Checks requests against one model's limits."""
@@ -116,6 +133,8 @@ class InputProcessor:
             InvalidRequest: anything the engine could not serve; names the field.
         """
         arrival_time = self.clock()
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params: expected SamplingParams, got {params!r}", param="params")
         text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options)
         token_ids = self._truncated(token_ids, options)
         self._check_prompt(token_ids)
@@ -155,8 +174,10 @@ class InputProcessor:
         """Token ids of a text.
 
         Raises:
-            InvalidRequest: the engine runs without a tokenizer.
+            InvalidRequest: no text, or the engine runs without a tokenizer.
         """
+        if not isinstance(text, str):
+            raise InvalidRequest(f"text: expected a string, got {type(text).__name__}", param="text")
         if self.tokenizer is None:
             raise InvalidRequest("prompt: this engine has no tokenizer; pass prompt_token_ids", param="prompt")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
@@ -181,7 +202,7 @@ class InputProcessor:
                 prompt, add_special_tokens=options.add_special_tokens, parse_special=options.parse_special
             )
             return prompt, ids, cache_salt
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
             raise InvalidRequest(f"prompt: expected text or token ids, got {type(prompt).__name__}", param="prompt")
         return None, [*cast("Sequence[int]", prompt)], cache_salt
 
@@ -214,14 +235,7 @@ class InputProcessor:
                 param="prompt",
                 remedy="shorten the prompt, raise max_model_len, or ask for truncate_prompt_tokens",
             )
-        for token_id in token_ids:
-            if type(token_id) is not int:
-                raise InvalidRequest(f"prompt: expected token ids, got {token_id!r}", param="prompt")
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            bad = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
-            raise InvalidRequest(
-                f"prompt: token id {bad} is outside the vocabulary (0..{self.vocab_size - 1})", param="prompt"
-            )
+        checked_token_ids("prompt", token_ids, self.vocab_size)
 
     def _check_params(self, params: SamplingParams, options: PromptOptions) -> None:
         params.check_vocabulary(self.vocab_size)

@@ -16,7 +16,7 @@ from vkit.beam_search import BeamSearchParams, beam_search
 from vkit.config import EngineArgs
 from vkit.engine_thread import EngineThread
 from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
-from vkit.inputs import DEFAULT_PROMPT_OPTIONS, EngineRequest, Prompt, PromptOptions
+from vkit.inputs import DEFAULT_PROMPT_OPTIONS, EngineRequest, Prompt, PromptOptions, checked_token_ids
 from vkit.loading import LoadedModel, ProgressCallback, load_model
 from vkit.metrics import MetricFamily
 from vkit.scoring import LabelScores, continuation_logprob, label_scores
@@ -117,9 +117,11 @@ class LLM:
 
         Raises:
             InvalidRequest: at once, before anything runs.
+            EngineDeadError: the engine stopped; also from the iterator, once the model has been closed.
         """
         if params is None:
             params = self._inputs.default_sampling_params(max_tokens=16)
+        _check_params(params)
         request = self._inputs.process(
             prompt,
             params.with_(output_kind=OutputKind.DELTA),
@@ -137,6 +139,7 @@ class LLM:
         finished = False
         try:
             while not finished:
+                self._thread.check_open()  # what waits in the inbox of a closed model is no longer wanted
                 _, output = inbox.get()
                 finished = output.finished
                 yield output
@@ -183,7 +186,14 @@ class LLM:
         return self.stream(prompt, params if params is not None else self._chat_params())
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
-        """The likeliest `beam_width` continuations of each prompt, best first."""
+        """The likeliest `beam_width` continuations of each prompt, best first.
+
+        Raises:
+            InvalidRequest: a prompt that cannot be served, or more beams than there are tokens.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params: expected BeamSearchParams, got {params!r}", param="params")
+        params.check_vocabulary(self._inputs.vocab_size)
         eos_token_id = self._loaded.tokenizer.eos_token_id if self._loaded.tokenizer is not None else None
         found = []
         for prompt in _prompt_list(prompts):
@@ -264,12 +274,24 @@ class LLM:
         return self._loaded.required_tokenizer
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text.
+
+        Raises:
+            InvalidRequest: no text, or the engine runs without a tokenizer.
+        """
         return self._inputs.encode(text, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
-        return self._loaded.required_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Text of token ids.
+
+        Raises:
+            InvalidRequest: no list of ids, or ids outside the vocabulary.
+        """
+        tokenizer = self._loaded.required_tokenizer
+        vocab_size = max(tokenizer.vocab_size, self._inputs.vocab_size)  # padded rows of the model have no text
+        return tokenizer.decode(
+            checked_token_ids("token_ids", token_ids, vocab_size), skip_special_tokens=skip_special_tokens
+        )
 
     def apply_chat_template(
         self,
@@ -398,6 +420,10 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, from one prompt or several; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise InvalidRequest(
+            f"prompt: expected text, token ids, or a list of prompts; got {type(prompts).__name__}", param="prompt"
+        )
     listed: list[Any] = list(prompts)
     if not listed:
         raise InvalidRequest("prompt: an empty list; expected at least one prompt", param="prompt")
@@ -407,10 +433,21 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _one_each(name: str, value: Any, count: int, kind: type) -> list[Any]:
     if isinstance(value, kind):
         return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise InvalidRequest(f"{name}: {len(values)} given for {count} prompts", param=name)
-    return values
+    if not isinstance(value, list | tuple):
+        raise InvalidRequest(
+            f"{name}: expected {kind.__name__}, or a list of one per prompt; got {value!r}", param=name
+        )
+    for item in value:
+        if not isinstance(item, kind):
+            raise InvalidRequest(f"{name}: every entry must be {kind.__name__}, got {item!r}", param=name)
+    if len(value) != count:
+        raise InvalidRequest(f"{name}: {len(value)} given for {count} prompts", param=name)
+    return list(value)
+
+
+def _check_params(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"params: expected SamplingParams, got {params!r}", param="params")
 
 
 def _check(output: RequestOutput) -> None:

@@ -35,6 +35,7 @@ from vkit.loaders.checkpoint import Checkpoint
 from vkit.logits import BatchLogitsProcessor
 from vkit.models import HFConfig, build_model, create_model
 from vkit.models.base import CausalLM
+from vkit.models.hf_config import CONTEXT_KEYS
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
@@ -51,7 +52,6 @@ PROCESSOR_GROUP = "vkit.logits_processors"
 DEFAULT_CONTEXT = 2048
 """Context limit of a model whose configuration names none."""
 
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -334,7 +334,7 @@ def _activation_bytes(config: HFConfig, args: EngineArgs) -> int:
 
 
 def _context_limit(checkpoint: Checkpoint) -> int:
-    return HFConfig(checkpoint.config).integer(*_CONTEXT_KEYS, default=DEFAULT_CONTEXT)
+    return HFConfig(checkpoint.config).integer(*CONTEXT_KEYS, default=DEFAULT_CONTEXT)
 
 
 def _configured_ends(checkpoint: Checkpoint) -> frozenset[int]:

@@ -6,6 +6,7 @@ of one budget, until what is computed catches up with what is known. The schedul
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from vkit.cache.manager import KVCacheManager, PrefixHit
 from vkit.policies import make_policy
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate, StepSamples
 from vkit.types import FinishReason, PositionLogprobs
+
+logger = logging.getLogger("vkit.scheduler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +246,7 @@ class Scheduler:
             elif item.samples:
                 if item.num_drafts:
                     self._settle_drafts(item, len(token_ids))
-                updates.append(self._append(sequence, token_ids, samples.logprobs[index]))
+                updates.append(self._append_or_fail(sequence, token_ids, samples.logprobs[index]))
         return updates
 
     def _schedule_running(self, work: _Pass) -> None:
@@ -434,6 +437,17 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens -= item.num_drafts + 1 - num_accepted
 
+    def _append_or_fail(
+        self, sequence: Sequence, token_ids: list[int], logprobs: list[PositionLogprobs] | None
+    ) -> SequenceUpdate:
+        try:
+            return self._append(sequence, token_ids, logprobs)
+        except Exception as error:
+            # Whatever a stop check, a detector or a grammar met, it is this sequence's own: the others go on.
+            logger.exception("sequence %s failed", sequence.id)
+            self.finish(sequence, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
+            return SequenceUpdate(sequence, [])
+
     def _append(
         self, sequence: Sequence, token_ids: list[int], logprobs: list[PositionLogprobs] | None
     ) -> SequenceUpdate:
@@ -502,7 +516,9 @@ def _repeats(sequence: Sequence) -> bool:
     assert rule is not None
     runs = sequence.repetition_runs
     if not runs:
-        runs.extend([0] * (rule.max_pattern_size - rule.min_pattern_size + 1))
+        # A pattern longer than the output can get never repeats, so its run needs no place.
+        longest = min(rule.max_pattern_size, sequence.max_total_tokens - sequence.num_prompt_tokens)
+        runs.extend([0] * (longest - rule.min_pattern_size + 1))
     token_ids = sequence.token_ids
     num_output = sequence.num_output_tokens
     found = False

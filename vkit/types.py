@@ -6,8 +6,9 @@ Field names, defaults and ranges are a contract shared by the command line, the 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -215,7 +216,10 @@ class SamplingParams:
         put(self, "bad_words", _string_tuple("bad_words", self.bad_words))
         put(self, "stop_token_ids", tuple(dict.fromkeys(_id_tuple("stop_token_ids", self.stop_token_ids))))
         put(self, "logprob_token_ids", _id_tuple("logprob_token_ids", self.logprob_token_ids))
-        put(self, "logits_processors", tuple(self.logits_processors))
+        put(self, "logits_processors", _callable_tuple("logits_processors", self.logits_processors))
+        put(self, "repetition_detection", _repetition_detection(self.repetition_detection))
+        put(self, "output_kind", _output_kind(self.output_kind))
+        self._check_flags_and_objects()
         _check_int("n", self.n, 1, 16384)
         if self.best_of is not None:
             _check_int("best_of", self.best_of, self.n)
@@ -262,6 +266,16 @@ class SamplingParams:
         elif self.temperature < MIN_TEMPERATURE:
             put(self, "temperature", MIN_TEMPERATURE)
 
+    def _check_flags_and_objects(self) -> None:
+        for name in _FLAGS:
+            _check_bool(name, getattr(self, name))
+        if self.skip_reading_prefix_cache is not None:
+            _check_bool("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            raise _bad_constraint(f"expected StructuredOutputs, got {type(self.structured_outputs).__name__}")
+        if not isinstance(self.extra_args, Mapping):
+            raise InvalidRequest(f"extra_args: expected a mapping, got {self.extra_args!r}", param="extra_args")
+
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
@@ -289,6 +303,15 @@ class SamplingParams:
     def with_(self, **changes: Any) -> SamplingParams:
         """A copy with some fields replaced, checked again."""
         return replace(self, **changes)
+
+
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,11 +381,54 @@ def _check_number(name: str, value: object, low: float, high: float, *, open_low
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name}: expected a number, got {value!r}", param=name)
     # Written so that NaN fails; infinity is refused even where the range has no upper end.
-    inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
+    inside = (low < value if open_low else low <= value) and value <= high and _is_finite(value)
     if not inside:
         bracket = "(" if open_low else "["
         upper = "finite" if math.isinf(high) else f"{high:g}]"
         raise InvalidRequest(f"{name}: must be in {bracket}{low:g}, {upper}, got {value}", param=name)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name}: expected true or false, got {value!r}", param=name)
+
+
+def _callable_tuple(name: str, value: object) -> tuple[LogitsProcessor, ...]:
+    if not isinstance(value, list | tuple):
+        raise InvalidRequest(f"{name}: expected a list of callables, got {value!r}", param=name)
+    for item in value:
+        if not callable(item):
+            raise InvalidRequest(f"{name}: every entry must be callable, got {item!r}", param=name)
+    return tuple(value)
+
+
+def _repetition_detection(value: object) -> RepetitionDetection | None:
+    """The rule, from a rule or a mapping with its keys."""
+    if value is None or isinstance(value, RepetitionDetection):
+        return value
+    known = {item.name for item in fields(RepetitionDetection)}
+    if not isinstance(value, Mapping) or "max_pattern_size" not in value or not known.issuperset(value):
+        raise InvalidRequest(
+            f"repetition_detection: expected max_pattern_size and optionally min_pattern_size and min_count,"
+            f" got {value!r}",
+            param="repetition_detection",
+        )
+    return RepetitionDetection(**value)
+
+
+def _output_kind(value: object) -> OutputKind:
+    try:
+        return OutputKind(value)  # type: ignore[arg-type]  # refused below
+    except ValueError:
+        kinds = ", ".join(OutputKind)
+        raise InvalidRequest(f"output_kind: expected one of {kinds}, got {value!r}", param="output_kind") from None
 
 
 def _string_tuple(name: str, value: object) -> tuple[str, ...]:
@@ -388,14 +454,20 @@ def _id_tuple(name: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _clamped_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
+def _clamped_bias(bias: object) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest(
+            f"logit_bias: expected a mapping of token ids to numbers, got {bias!r}", param="logit_bias"
+        )
     clamped: dict[int, float] = {}
     for key, value in bias.items():
         try:
-            token_id = int(key)
+            if isinstance(key, bool):
+                raise TypeError
+            token_id = int(key) if isinstance(key, str) else operator.index(key)
         except (TypeError, ValueError):
             raise InvalidRequest(f"logit_bias: {key!r} is not a token id", param="logit_bias") from None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             raise InvalidRequest(
                 f"logit_bias: bias of token {token_id} must be a finite number, got {value!r}", param="logit_bias"
             )

@@ -124,6 +124,37 @@ def test_tokenize_and_detokenize() -> None:
         assert llm.tokenizer.vocab_size == 258
 
 
+@pytest.mark.parametrize("prompt", [None, 5, b"abc", bytearray(b"abc"), [b"abc"], [None], [3, "a"], {"prompt": None}])
+def test_what_is_no_prompt_is_refused_by_name(prompt: Any) -> None:
+    with open_llm() as llm:
+        with pytest.raises(InvalidRequest, match=r"^prompt: ") as caught:
+            llm.generate(prompt, GREEDY)
+        assert caught.value.param == "prompt"
+        assert llm.generate("a", GREEDY)[0].finished
+
+
+def test_arguments_of_the_wrong_type_are_refused_by_name() -> None:
+    wrong: Any = {"max_tokens": 3}
+    with open_llm() as llm:
+        for call, name in (
+            (lambda: llm.generate("a", wrong), "params"),
+            (lambda: llm.generate(["a"], [wrong]), "params"),
+            (lambda: llm.stream("a", wrong), "params"),
+            (lambda: llm.generate("a", GREEDY, priority="high"), "priority"),  # type: ignore[arg-type]
+            (lambda: llm.tokenize(5), "text"),  # type: ignore[arg-type]
+            (lambda: llm.detokenize("abc"), "token_ids"),  # type: ignore[arg-type]
+            (lambda: llm.detokenize(b"abc"), "token_ids"),
+            (lambda: llm.detokenize(5), "token_ids"),  # type: ignore[arg-type]
+            (lambda: llm.detokenize([999]), "token_ids"),
+            (lambda: llm.detokenize([-1]), "token_ids"),
+            (lambda: llm.detokenize([1.0]), "token_ids"),  # type: ignore[list-item]
+        ):
+            with pytest.raises(InvalidRequest, match=f"^{name}: ") as caught:
+                call()
+            assert caught.value.param == name
+        assert llm.detokenize([]) == ""
+
+
 def test_default_parameters_come_from_the_model() -> None:
     with open_llm(generation_config={"temperature": 0.0, "max_new_tokens": 3}) as llm:
         assert len(llm.generate("a")[0].outputs[0].token_ids) == 16  # completions keep their 16
@@ -139,6 +170,20 @@ def test_closing_a_stream_early_aborts_its_request() -> None:
         llm.generate("a", GREEDY)
         assert llm._thread.num_in_flight == 0
         assert llm._loaded.engine.metrics.success.by_label["abort"] == 1
+
+
+def test_streams_of_a_closed_model_say_so() -> None:
+    llm = open_llm()
+    begun, ended = (llm.stream("hello", GREEDY.with_(max_tokens=count)) for count in (None, 4))
+    assert next(begun).outputs
+    assert next(ended).outputs
+    while llm._thread.num_in_flight > 1:  # all of its outputs wait to be taken
+        time.sleep(0.001)
+    llm.close()
+    for stream in (begun, ended):
+        with pytest.raises(EngineDeadError, match="has been shut down"):
+            next(stream)
+        assert list(stream) == []
 
 
 def test_works_inside_a_running_event_loop() -> None:
@@ -192,6 +237,7 @@ def test_a_failing_device_ends_everyone_and_nobody_hangs(async_scheduling: bool)
         with pytest.raises(EngineDeadError):
             call()
     llm.close()
+    assert not any(thread.name.startswith("vkit") for thread in threading.enumerate())
 
     async def run() -> None:
         engine = open_async(Broken(3), async_scheduling=async_scheduling)
@@ -334,6 +380,21 @@ def test_beams_that_end_are_scored_without_their_end() -> None:
     for bad in ({"beam_width": 0}, {"max_tokens": 0}, {"temperature": float("nan")}, {"length_penalty": -1.0}):
         with pytest.raises(InvalidRequest, match=next(iter(bad))):
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 2, **bad})
+
+
+def test_beams_are_bounded_by_the_vocabulary_and_by_number() -> None:
+    with pytest.raises(InvalidRequest, match=r"^beam_width: must be in 1\.\.1024, got 1000000"):
+        BeamSearchParams(beam_width=1_000_000, max_tokens=2)
+    with pytest.raises(InvalidRequest, match=r"^ignore_eos: "):
+        BeamSearchParams(beam_width=2, max_tokens=2, ignore_eos=1)  # type: ignore[arg-type]
+    with open_llm() as llm:
+        vocab_size = llm._inputs.vocab_size
+        with pytest.raises(InvalidRequest, match=f"{vocab_size + 1} is above the vocabulary's {vocab_size} tokens"):
+            llm.beam_search("a", BeamSearchParams(beam_width=vocab_size + 1, max_tokens=2))
+        with pytest.raises(InvalidRequest, match=r"^params: "):
+            llm.beam_search("a", GREEDY)  # type: ignore[arg-type]
+        (found,) = llm.beam_search("a", BeamSearchParams(beam_width=vocab_size, max_tokens=1))
+        assert sorted(completion.token_ids[0] for completion in found.outputs) == list(range(vocab_size))
 
 
 # AsyncLLM

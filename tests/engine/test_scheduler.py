@@ -284,6 +284,35 @@ def test_stops_on_eos_stop_ids_length_and_repetition() -> None:
     assert ended.finish_reason is FinishReason.LENGTH  # a single token three times is a pattern of one
 
 
+def test_patterns_longer_than_the_output_cost_nothing() -> None:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=5, repetition_detection=RepetitionDetection(max_pattern_size=10**12)
+    )
+    assert scripted([4, 5, 4, 5, 4], params).finish_reason is FinishReason.REPETITION
+
+
+class _Exploding(frozenset[int]):
+    """Stop ids that cannot be asked."""
+
+    def __contains__(self, token_id: object) -> bool:
+        raise AttributeError("no such stop")
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_stop_check_that_raises_ends_its_own_sequence_only(async_scheduling: bool) -> None:
+    engine = make_engine(async_scheduling=async_scheduling)
+    alone = generate(engine, [make_request(engine, [2, 3], GREEDY, name="good")])["good"].outputs[0]
+    good, bad = (make_request(engine, [2, 3], GREEDY, name=name) for name in ("good", "bad"))
+    bad.stop_token_ids = _Exploding()
+    results = generate(engine, [good, bad])
+    assert results["good"].outputs[0].token_ids == alone.token_ids
+    ended = results["bad"].outputs[0]
+    assert (ended.finish_reason, ended.error) == (FinishReason.ERROR, "AttributeError: no such stop")
+    assert engine.num_unfinished == 0
+    check_pool(engine)
+    engine.close()
+
+
 def test_min_tokens_holds_eos_and_stop_ids_back() -> None:
     """The script asks for EOS at once; masked, the next best follows until the floor is reached."""
     base = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=3, output_kind=OutputKind.FINAL_ONLY)

@@ -368,6 +368,11 @@ def test_gemma_27b_scales_by_the_width_per_head(
     assert open_tiny("gemma3", changes).config["query_pre_attn_scalar"] == 32 / 4
 
 
+def test_draft_layers_are_counted_apart(open_tiny: Callable[..., Checkpoint]) -> None:
+    config = open_tiny("llama", {"block_count": 2, "nextn_predict_layers": 1}).config
+    assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (1, 1)
+
+
 def test_divisors_and_linear_scaling_multiply(open_tiny: Callable[..., Checkpoint]) -> None:
     changes = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
     config = open_tiny("llama", changes, rope_freqs__weight=vector(1, 2, 4, 8)).config

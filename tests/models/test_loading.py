@@ -46,10 +46,31 @@ def test_wrong_shapes_are_named(tiny: Any, make_options: Callable[..., Any]) -> 
         build_model(tiny, make_options())
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_layers_beyond_the_configured_ones_are_listed(
+    num_layers: int, make_checkpoint: Callable[..., Any], make_options: Callable[..., Any]
+) -> None:
+    checkpoint = make_checkpoint("llama", num_hidden_layers=num_layers)
+    checkpoint.tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(1)
+    with pytest.raises(CheckpointError, match=rf"does not use: .*model\.layers\.{num_layers}\."):
+        build_model(checkpoint, make_options())
+
+
+def test_only_as_many_draft_layers_as_configured_are_ignorable(
+    make_checkpoint: Callable[..., Any], make_options: Callable[..., Any]
+) -> None:
+    checkpoint = make_checkpoint("llama", num_nextn_predict_layers=1)
+    num_layers = checkpoint.config["num_hidden_layers"]
+    checkpoint.tensors[f"model.layers.{num_layers}.eh_proj.weight"] = torch.ones(1)
+    build_model(checkpoint, make_options())
+    checkpoint.tensors[f"model.layers.{num_layers + 1}.eh_proj.weight"] = torch.ones(1)
+    with pytest.raises(CheckpointError, match=rf"does not use: model\.layers\.{num_layers + 1}\.eh_proj\.weight \("):
+        build_model(checkpoint, make_options())
+
+
 def test_ignorable_tensors(tiny: Any, make_options: Callable[..., Any]) -> None:
     for name in (
         "model.layers.0.self_attn.rotary_emb.inv_freq",
-        "model.layers.3.mlp.up_proj.weight",
         "mtp.fc.weight",
         "model.layers.0.attn.masked_bias",
     ):
@@ -156,6 +177,9 @@ def test_every_builtin_name_resolves() -> None:
     ("changes", "message"),
     [
         ({"hidden_size": None}, r"config.json: hidden_size is missing"),
+        ({"num_hidden_layers": -1}, r"config.json: num_hidden_layers must be at least 1, got -1"),
+        ({"num_hidden_layers": 0}, r"config.json: num_hidden_layers must be at least 1, got 0"),
+        ({"max_position_embeddings": 0}, r"config.json: max_position_embeddings must be at least 1, got 0"),
         ({"hidden_size": "64"}, r"config.json: hidden_size must be an integer, got '64'"),
         ({"rms_norm_eps": True}, r"config.json: rms_norm_eps must be a number, got True"),
         ({"hidden_act": "swoosh"}, r"config.json: hidden_act 'swoosh' is not supported \(known: silu"),

@@ -154,7 +154,9 @@ def _common(reader: MetadataReader, hf_class: str, model_type: str) -> Config:
             f"tensor 'token_embd.weight' has {num_columns} columns, but the embedding length is {hidden_size}"
         )
     _check_vocabulary(reader, num_rows)
-    return {
+    num_drafts = reader.optional_integer("nextn_predict_layers")
+    drafts = {"num_nextn_predict_layers": num_drafts} if num_drafts else {}
+    return drafts | {
         "architectures": [hf_class],
         "model_type": model_type,
         "vocab_size": num_rows,

@@ -12,6 +12,18 @@ from vkit.layers import ACTIVATIONS, Activation, RopeSpec
 
 _MISSING = object()
 
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+"""Names that families give the context limit."""
+
+_AT_LEAST_ONE = frozenset(
+    (
+        *CONTEXT_KEYS,
+        *("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size"),
+        *("num_attention_heads", "n_head", "num_key_value_heads"),
+    )
+)
+"""Sizes of which no model has none."""
+
 
 class HFConfig:
     """The keys of one config, text part first: `text_config` is read before the top level."""
@@ -27,11 +39,14 @@ class HFConfig:
         """The first of `keys` that is set.
 
         Raises:
-            ModelLoadError: none is set and there is no default, or it is no integer.
+            ModelLoadError: none is set and there is no default, it is no integer, or a size below 1.
         """
         value = self._first(keys, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ModelLoadError(f"config.json: {keys[0]} must be an integer, got {value!r}")
+        key = next((key for key in keys if key in self), None)
+        if key in _AT_LEAST_ONE and value < 1:
+            raise ModelLoadError(f"config.json: {key} must be at least 1, got {value}")
         return value
 
     def number(self, *keys: str, default: float | None = None) -> float:

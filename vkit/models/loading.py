@@ -99,7 +99,13 @@ def _is_ignorable(model: CausalLM, name: str) -> bool:
     if model.lm_head.is_tied and name in _head_names(model):
         return True
     layer = re.match(r"(?:.*\.)?layers\.(\d+)\.", name)
-    return layer is not None and int(layer.group(1)) >= model.num_layers  # draft layers appended to the file
+    return layer is not None and int(layer.group(1)) in _draft_layers(model)
+
+
+def _draft_layers(model: CausalLM) -> range:
+    """Layers after the model's own that only predict further tokens ahead; there are those the configuration names."""
+    num_drafts = model.config.optional_integer("num_nextn_predict_layers") or 0
+    return range(model.num_layers, model.num_layers + num_drafts)
 
 
 def _warn_of_second_head(model: CausalLM, checkpoint: ModelCheckpoint) -> None:
