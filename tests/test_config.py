@@ -57,6 +57,7 @@ def device_facts(**changes: Any) -> DeviceFacts:
         ("hf_overrides", "{", "--hf-overrides"),
         ("hf_overrides", "[1]", "--hf-overrides"),
         ("threads", -1, "--threads"),
+        ("threads", 1_000_000, "--threads"),
         ("cpu_precision", "sloppy", "--cpu-precision"),
         ("kv_cache_dtype", "int3", "--kv-cache-dtype"),
         ("prefix_caching_hash_algo", "crc32", "--prefix-caching-hash-algo"),

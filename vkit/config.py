@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +22,8 @@ DENSE_TOKEN_BUDGET = 2048
 MOE_TOKEN_BUDGET = 8192
 MOE_SMALL_BATCH_TOKEN_BUDGET = 4096
 SMALL_BATCH_SEQS = 8
+MIN_THREAD_LIMIT = 256
+THREADS_PER_CORE = 4
 LONG_PREFILL_SHARE = 0.04
 """Share of `max_model_len` above which a prompt counts as long, unless a threshold is given."""
 
@@ -202,6 +205,7 @@ class EngineArgs:
             "threads",
         ):
             _check_int(name, getattr(self, name), 0)
+        _check_threads(self.threads)
         if self.num_blocks is not None:
             _check_int("num_blocks", self.num_blocks, 0)
         if self.kv_cache_memory is not None:
@@ -580,6 +584,16 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"in {low}..{high}"
         raise UsageError(f"{flag_of(name)}: must be {limit}, got {value}")
+
+
+def _check_threads(threads: int) -> None:
+    """Refuse what no machine gains from and what thread libraries crash on."""
+    limit = max(MIN_THREAD_LIMIT, THREADS_PER_CORE * (os.cpu_count() or 1))
+    if threads > limit:
+        raise UsageError(
+            f"--threads: must be at most {limit} on this machine, got {threads}",
+            remedy="0 takes as many as this process may use",
+        )
 
 
 def _check_share(name: str, value: object) -> None:
