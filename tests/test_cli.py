@@ -190,8 +190,17 @@ def test_output_to_a_reader_that_left_is_quiet() -> None:
 
 
 def test_closed_standard_streams_do_no_harm() -> None:
-    command = f"{sys.executable} -m vkit --version <&- >&- 2>&-"
-    assert subprocess.run(["sh", "-c", command], timeout=60).returncode == 0
+    command = f"{sys.executable} -m vkit --version <&- 2>&-"
+    done = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"vkit {__version__}\n")
+
+
+@pytest.mark.parametrize("args", ["--version", "complete --help", "config --json complete"])
+@pytest.mark.parametrize(("stdout", "reason"), [("&-", "closed"), ("/dev/full", "no space left on device")])
+def test_a_lost_result_is_one_line_and_exit_1(args: str, stdout: str, reason: str) -> None:
+    command = f"{sys.executable} -m vkit {args} >{stdout}"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, f"vkit: error: standard output: {reason}\n")
 
 
 class TestOptionValues:
