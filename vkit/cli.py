@@ -202,7 +202,7 @@ def warn(message: str) -> None:
 
 def usage_message(error: typer.TyperException) -> str:
     """One line that names the flag or argument at fault."""
-    text = error.message.rstrip(".")
+    text = error.message.rstrip(".").removeprefix("Value error, ")
     param = getattr(error, "param", None)
     option_name = getattr(error, "option_name", None)
     possibilities = getattr(error, "possibilities", None)
