@@ -228,6 +228,8 @@ def check_model(args: EngineArgs) -> CheckedModel:
     device = find_device(args.device)
     checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
+        if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
+            logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
         checkpoint.config.update(args.hf_overrides)
     tokenizer = load_tokenizer(
         Path(args.tokenizer) if args.tokenizer else checkpoint,
