@@ -257,7 +257,9 @@ class TestAsAProcess:
         (("--trust-remote-code",), "LlamaForCausalLM"),
     ],
 )
-def test_no_model_and_no_foreign_code(vkit_run: Run, command: tuple[str, ...], args: tuple[str, ...], words: str) -> None:
+def test_no_model_and_no_foreign_code(
+    vkit_run: Run, command: tuple[str, ...], args: tuple[str, ...], words: str
+) -> None:
     result = vkit_run(*command, *args)
     assert result.status == 2
     assert words in result.error
