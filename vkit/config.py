@@ -566,8 +566,8 @@ class _Sizing:
         if blame is not None:
             cause, remedy = f"{blame[0]} {blame[1]}: ", f"{blame[0]} {blame[2]} would fit"
         return OutOfMemoryPreflight(
-            f"{cause}{self.model.name} does not fit in {self.device.kind} memory: weights {_gib(self.model.num_weight_bytes)}"
-            f" + activations {_gib(self.model.num_activation_bytes)} + KV cache {_gib(num_blocks * per_block)}"
+            f"{cause}{self.model.name} does not fit in {self.device.kind} memory:"
+            f" weights {_gib(self.model.num_weight_bytes)} + activations {_gib(self.model.num_activation_bytes)} + KV cache {_gib(num_blocks * per_block)}"
             f" ({num_blocks} blocks) are needed, {_gib(self.device.available_bytes)} of"
             f" {_gib(self.device.total_bytes)} are available",
             remedy=remedy,
