@@ -104,6 +104,19 @@ class ModelFlags:
         _model_option("--chat-template", "FILE|TEXT", "Replaces the model's chat template: a file or the template."),
     ] = None
 
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", hidden=True)] = False
+
+    def __post_init__(self) -> None:
+        if self.model is not None and not self.model.strip():
+            raise UsageError("--model: expected a directory, a .gguf file or a hub repository id, got an empty string")
+        if self.trust_remote_code:
+            from vkit.models import known_architectures
+
+            raise UsageError(
+                "--trust-remote-code: code inside a checkpoint is never run here",
+                remedy=f"supported architectures: {', '.join(known_architectures())}",
+            )
+
     def engine_keywords(self) -> dict[str, Any]:
         """Keyword arguments for `vkit.LLM`, the model itself left out: `resolve_model` says which it is."""
         return {
@@ -385,13 +398,22 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         flag, raw = "--prompt", prompt.encode("utf-8", "surrogateescape")
     else:
         raise UsageError("--prompt: a prompt is required", remedy="or --prompt-file FILE, or --prompt - for stdin")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{flag}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    text = utf8_text(raw, flag)
     if not text:
         raise UsageError(f"{flag}: the prompt is empty")
     return text
+
+
+def utf8_text(raw: bytes, place: str) -> str:
+    """`raw` as text.
+
+    Raises:
+        UsageError: it is none; says where in `place`.
+    """
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{place}: not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def stdin_bytes() -> bytes:

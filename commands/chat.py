@@ -81,13 +81,21 @@ class Conversation:
         return head + self.turns
 
     def run(self) -> None:
-        """Answer line after line until the input ends."""
+        """Answer line after line until the input ends.
+
+        Raises:
+            UsageError: standard input is closed, or a line of it is not UTF-8 text.
+        """
+        if sys.stdin is None:
+            raise UsageError("standard input is closed")
         is_interactive = sys.stdin.isatty()
+        num_lines = 0
         if is_interactive:
             _render.note("type /help for what can be typed, Ctrl-D to leave")
         while True:
             try:
-                line = _read_line(is_interactive)
+                num_lines += 1
+                line = _read_line(is_interactive, num_lines)
             except KeyboardInterrupt:
                 if not is_interactive:
                     raise
@@ -167,8 +175,8 @@ class Conversation:
                 deltas.close()  # ends the request where the answer was stopped
 
 
-def _read_line(is_interactive: bool) -> str | None:
-    """The next line without its end; None when there are no more."""
+def _read_line(is_interactive: bool, number: int) -> str | None:
+    """The next line, the `number`th, without its end; None when there are no more."""
     if is_interactive and sys.stdout.isatty():
         import readline  # noqa: F401  line editing and history for input()
 
@@ -179,5 +187,5 @@ def _read_line(is_interactive: bool) -> str | None:
             return None
     if is_interactive:
         print(PROMPT, end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
+    line = _options.utf8_text(sys.stdin.buffer.readline(), f"standard input, line {number}")
     return line.rstrip("\r\n") if line else None

@@ -30,11 +30,10 @@ def serve(
         ),
     ] = None,
     engine: _options.EngineFlags,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", hidden=True)] = False,
     enable_scale_out: Annotated[bool, typer.Option("--enable-scale-out", hidden=True)] = False,
 ) -> None:
     """Serve a model over HTTP."""
-    _refuse_foreign(trust_remote_code=trust_remote_code, enable_scale_out=enable_scale_out)
+    _refuse_foreign(enable_scale_out=enable_scale_out)
     from vkit import EngineArgs, resolve_model
 
     path = resolve_model(sources.model, revision=sources.revision, download_dir=sources.download_dir, say=_render.note)
@@ -81,12 +80,7 @@ def _served_names(api: _serve_options.ApiFlags, path: Path) -> tuple[str, ...]:
     return (path.stem if path.suffix == ".gguf" else path.name,)
 
 
-def _refuse_foreign(*, trust_remote_code: bool, enable_scale_out: bool) -> None:
+def _refuse_foreign(*, enable_scale_out: bool) -> None:
     """Refuse flags of other servers that ask for what this one never does."""
-    if trust_remote_code:
-        raise UsageError(
-            "--trust-remote-code: code inside a checkpoint is never run here",
-            remedy="`vkit doctor` lists the supported architectures",
-        )
     if enable_scale_out:
         raise UsageError("--enable-scale-out: this is one server", remedy="replicas are the business of `vkit deploy`")

@@ -190,8 +190,17 @@ def test_output_to_a_reader_that_left_is_quiet() -> None:
 
 
 def test_closed_standard_streams_do_no_harm() -> None:
-    command = f"{sys.executable} -m vkit --version <&- >&- 2>&-"
-    assert subprocess.run(["sh", "-c", command], timeout=60).returncode == 0
+    command = f"{sys.executable} -m vkit --version <&- 2>&-"
+    done = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"vkit {__version__}\n")
+
+
+@pytest.mark.parametrize("args", ["--version", "complete --help", "config --json complete"])
+@pytest.mark.parametrize(("stdout", "reason"), [("&-", "closed"), ("/dev/full", "no space left on device")])
+def test_a_lost_result_is_one_line_and_exit_1(args: str, stdout: str, reason: str) -> None:
+    command = f"{sys.executable} -m vkit {args} >{stdout}"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, f"vkit: error: standard output: {reason}\n")
 
 
 class TestOptionValues:
@@ -253,6 +262,7 @@ class TestOptionValues:
             ("VKIT_MAX_TOKENS", "0", ["--max-tokens", "VKIT_MAX_TOKENS"]),
             ("VKIT_STREAM", "yes", ["VKIT_STREAM", "'yes'"]),
             ("VKIT_STREAM", "", ["VKIT_STREAM"]),
+            ("VKIT_STOP", "[1]", ["VKIT_STOP", "JSON list of strings"]),
             ("VKIT_STOP", "a", ["VKIT_STOP", "JSON list"]),
             ("VKIT_STOP", '{"a": 1}', ["VKIT_STOP", "JSON list"]),
             ("VKIT_STOP", '["a", null]', ["VKIT_STOP", "JSON list"]),
@@ -282,6 +292,9 @@ class TestOptionValues:
             ("max-tokenz: 3", ["max-tokenz", "closest: max-tokens"]),
             ("complete: {max-tokenz: 3}", ["complete", "max-tokenz", "closest: max-tokens"]),
             ("config: other.yaml", ["config"]),
+            ("max-tokens: 1\nmax_tokens: 2", ["max-tokens", "max_tokens", "same flag"]),
+            ("max-tokens: 1\nmax-tokens: 2", ["max-tokens", "twice", "line 2"]),
+            ("complete: {top-k: 1, top-k: 2}", ["top-k", "twice"]),
             ("max-tokens: many", ["--max-tokens", "'many'"]),
             ("max-tokens: true", ["max-tokens", "True"]),
             ("max-tokens: [1]", ["--max-tokens"]),

@@ -57,6 +57,7 @@ def device_facts(**changes: Any) -> DeviceFacts:
         ("hf_overrides", "{", "--hf-overrides"),
         ("hf_overrides", "[1]", "--hf-overrides"),
         ("threads", -1, "--threads"),
+        ("threads", 1_000_000, "--threads"),
         ("cpu_precision", "sloppy", "--cpu-precision"),
         ("kv_cache_dtype", "int3", "--kv-cache-dtype"),
         ("prefix_caching_hash_algo", "crc32", "--prefix-caching-hash-algo"),
@@ -190,6 +191,30 @@ class TestPoolTooSmall:
         args = EngineArgs(model="m", num_blocks=100_000)
         with pytest.raises(OutOfMemoryPreflight, match=r"--max-model-len 2097120 .*--num-blocks 65536"):
             args.resolve(facts, device_facts())
+
+    @pytest.mark.parametrize(
+        ("args", "flag"),
+        [
+            ({"max_num_seqs": 1_000_000}, "max_num_seqs"),
+            ({"max_num_batched_tokens": 10_000_000}, "max_num_batched_tokens"),
+            ({"gpu_memory_utilization": 0.01}, "gpu_memory_utilization"),
+        ],
+    )
+    def test_the_flag_at_fault_is_named_with_a_value_that_fits(self, args: dict[str, Any], flag: str) -> None:
+        def resolve(**given: Any) -> None:
+            asked = EngineArgs(model="m", **given)
+            num_bytes = (asked.max_num_batched_tokens or 2048) * 10_000 + asked.max_num_seqs * 100_000
+            facts = model_facts(
+                num_activation_bytes=num_bytes, activation_bytes_per_token=10_000, activation_bytes_per_seq=100_000
+            )
+            asked.resolve(facts, device_facts())
+
+        name = "--" + flag.replace("_", "-")
+        with pytest.raises(OutOfMemoryPreflight, match=f"^{name} {args[flag]}: .*{name} .* would fit") as caught:
+            resolve(**args)
+        assert caught.value.remedy is not None
+        value = float(caught.value.remedy.split()[1])
+        resolve(**{flag: value if value < 1 else int(value)})
 
 
 class TestHybridGroups:

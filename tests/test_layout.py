@@ -64,7 +64,7 @@ CROSSING = {"vkit.kernels": {"vkit.kernels"}, "vkit.errors": set(), "vkit.types"
 COMMANDS_MAY_IMPORT = {
     *("vkit", "vkit.types", "vkit.errors", "vkit.config", "vkit.env", "vkit.engine", "vkit.async_engine", "vkit.llm"),
     *("vkit.server", "vkit.benchmark", "vkit.client", "vkit.text", "vkit.default_model", "vkit.device", "vkit.kernels"),
-    *("vkit.cli", "vkit.command", "vkit.discovery", "vkit.manual", "vkit.commands"),
+    *("vkit.cli", "vkit.command", "vkit.discovery", "vkit.manual", "vkit.commands", "vkit.models"),
 }
 
 

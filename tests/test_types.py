@@ -117,3 +117,8 @@ def test_structured_outputs_take_exactly_one_kind() -> None:
         StructuredOutputs()
     with pytest.raises(InvalidRequest):
         StructuredOutputs(regex="a", choice=["b"])
+
+
+def test_a_range_without_an_upper_end_is_said_in_words() -> None:
+    with pytest.raises(InvalidRequest, match="^repetition_penalty: must be above 0 and finite, got 0$"):
+        SamplingParams(repetition_penalty=0)

@@ -6,9 +6,11 @@ Public names are resolved on first use, so `import vkit` costs no torch import.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as typing's, which takes longer to import than an interrupt at start-up may go unseen
 if TYPE_CHECKING:
+    from typing import Any
+
     from vkit.async_engine import AsyncLLM
     from vkit.beam_search import BeamSearchParams
     from vkit.config import EngineArgs, EngineConfig

@@ -7,6 +7,8 @@ Everything below `main` raises; only `main` turns an error into one line on stde
 from __future__ import annotations
 
 import difflib
+import errno
+import io
 import logging
 import os
 import re
@@ -28,6 +30,7 @@ from vkit.errors import ExitStatus, UsageError, VkitError
 
 PROGRAM = "vkit"
 TERMINATED = 128 + signal.SIGTERM
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class RootGroup(TyperGroup):
@@ -141,10 +144,10 @@ def root_command() -> RootGroup:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program on `argv` (the process's own arguments if None) and return its exit status."""
-    stop_on_sigterm()
-    prepare_streams()
-    log_to_stderr()
     try:
+        stop_on_sigterm()
+        prepare_streams()
+        log_to_stderr()
         result = root_command().main(
             list(sys.argv[1:] if argv is None else argv), prog_name=PROGRAM, standalone_mode=False
         )
@@ -168,6 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             forget_stdout()  # typer met the closed pipe first
         return error.code if isinstance(error.code, int) else ExitStatus.FAILURE
     except Exception as error:
+        lost = output_fault(error) if isinstance(error, OSError) else None
+        if lost is not None:
+            forget_stdout()
+            return fail(f"standard output: {lost}", ExitStatus.FAILURE, error)
         reason = " ".join(str(error).split())
         return fail(f"internal: {type(error).__name__}: {reason}", ExitStatus.FAILURE, error, is_bug=True)
 
@@ -195,7 +202,7 @@ def warn(message: str) -> None:
 
 def usage_message(error: typer.TyperException) -> str:
     """One line that names the flag or argument at fault."""
-    text = error.message.rstrip(".")
+    text = error.message.rstrip(".").removeprefix("Value error, ")
     param = getattr(error, "param", None)
     option_name = getattr(error, "option_name", None)
     possibilities = getattr(error, "possibilities", None)
@@ -225,12 +232,13 @@ def stop_on_sigterm() -> None:
 
 
 def prepare_streams() -> None:
-    """Make sure that writing text can fail only where the reader is gone."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif not re.fullmatch(r"utf-?8", stream.encoding or "", re.IGNORECASE) and hasattr(stream, "reconfigure"):
+    """Make sure that any text can be written, and that results which cannot be are not lost in silence."""
+    if sys.stdout is None:  # closed by the caller; a descriptor to read from refuses what is written, as a closed one
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if not re.fullmatch(r"utf-?8", stream.encoding or "", re.IGNORECASE) and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
@@ -248,6 +256,20 @@ class _StderrLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def output_fault(error: OSError) -> str | None:
+    """Why stdout takes no more text, if that is what `error` came from, else None."""
+    if error.errno == errno.EBADF:
+        return "closed"
+    if error.errno not in _FULL:
+        return None
+    try:
+        sys.stdout.write("\n")  # a full disk may be another file's
+        sys.stdout.flush()
+    except OSError as fault:
+        return _lower_first(fault.strerror or str(fault))
+    return None
 
 
 def forget_stdout() -> None:

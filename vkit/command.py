@@ -136,11 +136,15 @@ class Command(TyperCommand):
         values: dict[str, Given] = {}
         for section in (None, *_own_sections(ctx)):
             entries = settings if section is None else settings.get(section, {})
+            keys: dict[str, str] = {}
             for key, value in entries.items():
                 if section is None and key in commands and isinstance(value, dict):
                     continue
                 place = f"{key!r} in {path}" if section is None else f"{section}: {key!r} in {path}"
                 param = self._param_for_key(key, place, ctx)
+                earlier = keys.setdefault(param.name, key)
+                if earlier != key:
+                    raise UsageError(f"{place}: {earlier!r} sets the same flag", remedy="keep one of them")
                 values[param.name] = Given(_from_yaml(param, value, place), Source.CONFIG_FILE, str(path))
         return values
 
@@ -252,7 +256,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader), path)
     except OSError as error:
         raise UsageError(f"{CONFIG_FLAG}: {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -262,6 +268,19 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UsageError(f"{CONFIG_FLAG}: {path}: expected a mapping of flag names to values")
     return content
+
+
+def _check_keys(node: Any, path: Path) -> None:
+    """Refuse a key that stands twice in one mapping of a composed file; YAML readers keep the last one in silence."""
+    entries = node.value if node is not None and node.id == "mapping" else []
+    seen: set[str] = set()
+    for key, value in entries:
+        if isinstance(key.value, str) and key.value in seen:
+            line = key.start_mark.line + 1
+            raise UsageError(f"{CONFIG_FLAG}: {path}: {key.value!r} is given twice, again on line {line}")
+        if isinstance(key.value, str):
+            seen.add(key.value)
+        _check_keys(value, path)
 
 
 def command_of(function: Callable[..., Any], name: str) -> Command:
@@ -326,7 +345,10 @@ def _from_text(param: TyperOption, text: str, variable: str) -> Any:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"{variable}: expected a JSON list: {error}") from None
-    return _texts(values, f"{variable}: expected a JSON list of strings, got {text!r}")
+    complaint = f"{variable}: expected a JSON list of strings, got {text!r}"
+    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
+        raise UsageError(complaint)
+    return values
 
 
 def _from_yaml(param: TyperOption, value: object, place: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +22,10 @@ DENSE_TOKEN_BUDGET = 2048
 MOE_TOKEN_BUDGET = 8192
 MOE_SMALL_BATCH_TOKEN_BUDGET = 4096
 SMALL_BATCH_SEQS = 8
+DEFAULT_BLAME_CONTEXT = 2048
+"""Tokens of context that must fit beside what a flag asks for, for a value of it to be advised."""
+MIN_THREAD_LIMIT = 256
+THREADS_PER_CORE = 4
 LONG_PREFILL_SHARE = 0.04
 """Share of `max_model_len` above which a prompt counts as long, unless a threshold is given."""
 
@@ -79,6 +84,10 @@ class ModelFacts:
     is_moe: bool = False
     num_activation_bytes: int = 0
     """Peak of one step at the token budget; an estimate before loading, a measurement after a profile run."""
+    activation_bytes_per_token: int = 0
+    """What of the estimate one token of the budget adds."""
+    activation_bytes_per_seq: int = 0
+    """What of the estimate one running sequence adds."""
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block id: every slab holds the largest page (see docs/architecture.md, memory of the cache)."""
@@ -202,6 +211,7 @@ class EngineArgs:
             "threads",
         ):
             _check_int(name, getattr(self, name), 0)
+        _check_threads(self.threads)
         if self.num_blocks is not None:
             _check_int("num_blocks", self.num_blocks, 0)
         if self.kv_cache_memory is not None:
@@ -544,6 +554,7 @@ class _Sizing:
     def does_not_fit(self, num_blocks: int, share: float = 1.0) -> OutOfMemoryPreflight:
         """The error that says needed and available per part, and the longest context that would fit."""
         per_block = self.bytes_per_block
+        blame = self.blamed(share)
         left = self.bytes_under(share) if share < 1.0 else self.device.available_bytes - self.used_bytes
         fits = self.longest_in(max(0, left) // per_block) if per_block else 0
         remedy = (
@@ -551,13 +562,38 @@ class _Sizing:
             if fits >= 2
             else "free memory, or use a smaller or more strongly quantised model"
         )
+        cause = ""
+        if blame is not None:
+            cause, remedy = f"{blame[0]} {blame[1]}: ", f"{blame[0]} {blame[2]} would fit"
         return OutOfMemoryPreflight(
-            f"{self.model.name} does not fit in {self.device.kind} memory: weights {_gib(self.model.num_weight_bytes)}"
-            f" + activations {_gib(self.model.num_activation_bytes)} + KV cache {_gib(num_blocks * per_block)}"
+            f"{cause}{self.model.name} does not fit in {self.device.kind} memory:"
+            f" weights {_gib(self.model.num_weight_bytes)} + activations {_gib(self.model.num_activation_bytes)} + KV cache {_gib(num_blocks * per_block)}"
             f" ({num_blocks} blocks) are needed, {_gib(self.device.available_bytes)} of"
             f" {_gib(self.device.total_bytes)} are available",
             remedy=remedy,
         )
+
+    def blamed(self, share: float) -> tuple[str, str, str] | None:
+        """(flag, value given, value that fits) of the one flag without which it would fit; None if there is none."""
+        args, model = self.args, self.model
+        least_cache = self.blocks_for(min(self.max_model_len, DEFAULT_BLAME_CONTEXT)) * self.bytes_per_block
+        room = self.bytes_under(share) + self.used_bytes - model.num_weight_bytes - least_cache
+        seq_bytes = args.max_num_seqs * model.activation_bytes_per_seq
+        token_bytes = model.num_activation_bytes - seq_bytes
+        if args.max_num_batched_tokens and token_bytes >= seq_bytes and model.activation_bytes_per_token:
+            fits = (room - seq_bytes) // model.activation_bytes_per_token
+            if args.max_num_seqs <= fits < args.max_num_batched_tokens:
+                return "--max-num-batched-tokens", str(args.max_num_batched_tokens), str(fits)
+        if model.activation_bytes_per_seq:
+            fits = (room - token_bytes) // model.activation_bytes_per_seq
+            if 1 <= fits < args.max_num_seqs:
+                return "--max-num-seqs", str(args.max_num_seqs), str(fits)
+        if args.gpu_memory_utilization is not None:
+            missing = max(0, model.num_activation_bytes - room)
+            hundredths = math.ceil(100 * (share + missing / self.device.total_bytes))
+            if missing and hundredths <= 100:
+                return "--gpu-memory-utilization", f"{share:g}", f"{hundredths / 100:g}"
+        return None
 
 
 def _gib(num_bytes: int) -> str:
@@ -580,6 +616,16 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"in {low}..{high}"
         raise UsageError(f"{flag_of(name)}: must be {limit}, got {value}")
+
+
+def _check_threads(threads: int) -> None:
+    """Refuse what no machine gains from and what thread libraries crash on."""
+    limit = max(MIN_THREAD_LIMIT, THREADS_PER_CORE * (os.cpu_count() or 1))
+    if threads > limit:
+        raise UsageError(
+            f"--threads: must be at most {limit} on this machine, got {threads}",
+            remedy="0 takes as many as this process may use",
+        )
 
 
 def _check_share(name: str, value: object) -> None:

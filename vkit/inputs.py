@@ -233,7 +233,7 @@ class InputProcessor:
                 f"prompt: {len(token_ids)} tokens, but the context of {self.max_model_len} tokens leaves room for at"
                 f" most {self.max_model_len - 1} and one to generate",
                 param="prompt",
-                remedy="shorten the prompt, raise max_model_len, or ask for truncate_prompt_tokens",
+                remedy="shorten the prompt, or raise --max-model-len where it is below the model's own limit",
             )
         checked_token_ids("prompt", token_ids, self.vocab_size)
 

@@ -228,6 +228,8 @@ def check_model(args: EngineArgs) -> CheckedModel:
     device = find_device(args.device)
     checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
+        if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
+            logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
         checkpoint.config.update(args.hf_overrides)
     tokenizer = load_tokenizer(
         Path(args.tokenizer) if args.tokenizer else checkpoint,
@@ -311,6 +313,7 @@ def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCach
         groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window))
     config = HFConfig(checkpoint.config)
     num_experts = config.optional_integer(*_EXPERT_KEYS)
+    per_token, per_seq = _activation_bytes(config)
     return ModelFacts(
         name=checkpoint.name,
         architecture=checkpoint.architecture,
@@ -320,17 +323,18 @@ def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCach
         num_weight_bytes=checkpoint.num_weight_bytes,
         cache_groups=tuple(groups),
         is_moe=num_experts is not None and num_experts > 1,
-        num_activation_bytes=_activation_bytes(config, args),
+        num_activation_bytes=(args.max_num_batched_tokens or 2048) * per_token + args.max_num_seqs * per_seq,
+        activation_bytes_per_token=per_token,
+        activation_bytes_per_seq=per_seq,
     )
 
 
-def _activation_bytes(config: HFConfig, args: EngineArgs) -> int:
-    """An estimate of one step's peak: some ten hidden states and two MLP widths per token, and the logits."""
-    num_tokens = args.max_num_batched_tokens or 2048
+def _activation_bytes(config: HFConfig) -> tuple[int, int]:
+    """An estimate of one step's peak, per token and per sequence: ten hidden states and two MLP widths; the logits."""
     hidden = config.integer("hidden_size", "n_embd", default=0)
     intermediate = config.integer("intermediate_size", "n_inner", default=4 * hidden)
     vocabulary = config.integer("vocab_size", default=0)
-    return 4 * (num_tokens * (10 * hidden + 2 * intermediate) + 2 * args.max_num_seqs * vocabulary)
+    return 4 * (10 * hidden + 2 * intermediate), 4 * 2 * vocabulary
 
 
 def _context_limit(checkpoint: Checkpoint) -> int:

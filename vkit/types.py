@@ -383,9 +383,10 @@ def _check_number(name: str, value: object, low: float, high: float, *, open_low
     # Written so that NaN fails; infinity is refused even where the range has no upper end.
     inside = (low < value if open_low else low <= value) and value <= high and _is_finite(value)
     if not inside:
-        bracket = "(" if open_low else "["
-        upper = "finite" if math.isinf(high) else f"{high:g}]"
-        raise InvalidRequest(f"{name}: must be in {bracket}{low:g}, {upper}, got {value}", param=name)
+        expected = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+        if math.isinf(high):
+            expected = f"{'above' if open_low else 'at least'} {low:g} and finite"
+        raise InvalidRequest(f"{name}: must be {expected}, got {value}", param=name)
 
 
 def _is_finite(value: float) -> bool:

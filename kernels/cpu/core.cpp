@@ -154,6 +154,7 @@ void start_workers(Pool* p) {
     stop_workers(p);
     for (int i = 1; i < p->num_threads; ++i) {
         WorkerArgument* a = (WorkerArgument*)malloc(sizeof(WorkerArgument));
+        if (!a) break;
         *a = {p, i, p->start.phase.load()};
         if (pthread_create(&p->threads[i], nullptr, worker, a)) {
             free(a);

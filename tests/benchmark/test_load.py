@@ -452,6 +452,7 @@ class FakeEngine:
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     seen: list[tuple[Any, SamplingParams, str]] = field(default_factory=list)
     is_shut_down: bool = False
+    max_model_len: int = 4096
 
     async def generate(self, prompt: Any, params: SamplingParams, *, request_id: str) -> AsyncIterator[RequestOutput]:
         self.seen.append((prompt, params, request_id))

@@ -139,6 +139,12 @@ def test_a_server_of_ours_gives_the_same_ids_and_exact_counts(
     assert "refuses" not in run.stderr
 
 
+def test_prompts_beyond_the_context_are_refused_before_any_runs(vkit_run: Any) -> None:
+    run = vkit_run("bench", "--synthetic", "--max-model-len", "512", "--input-len", "100000", "--json", "-")
+    assert (run.status, run.stdout) == (2, "")
+    assert run.error == "--input-len: 100000 tokens leave nothing to generate in the context of 512 (at most 511)"
+
+
 def test_made_up_prompts_of_words_meet_their_length_on_a_server_of_ours(vkit_run: Any, served_url: str) -> None:
     options = ("--num-prompts", "4", "--input-len", "300", "--output-len", "3", "--request-rate", "100", "--json", "-")
     run = vkit_run("bench", "--url", served_url, *options)

@@ -33,6 +33,12 @@ def test_piped_lines_are_answered_with_history(chat: Run, fake_llm: Any) -> None
     assert fake_llm.made[0].params[0].max_tokens is None
 
 
+def test_a_line_that_is_not_utf8_is_named(chat: Run) -> None:
+    result = chat(b"hi\n\xff\nhey\n")
+    assert result.status == 2
+    assert result.error.startswith("standard input, line 2: not UTF-8 text: ")
+
+
 def test_slash_lines(chat: Run, fake_llm: Any, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     result = chat(f"a\n/reset\n/system be kind\nb\n/save {saved}\n/system\n//etc\n/help\n/exit\nnever")

@@ -246,3 +246,26 @@ class TestAsAProcess:
         begin = time.monotonic()
         assert os.read(process.stdout.fileno(), 100) == b"y"
         assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize("command", [("complete", "--prompt", "x"), ("chat",), ("bench",), ("serve",)])
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--model", ""), "--model: expected a directory"),
+        (("--trust-remote-code",), "--trust-remote-code: code inside a checkpoint is never run"),
+        (("--trust-remote-code",), "LlamaForCausalLM"),
+    ],
+)
+def test_no_model_and_no_foreign_code(
+    vkit_run: Run, command: tuple[str, ...], args: tuple[str, ...], words: str
+) -> None:
+    result = vkit_run(*command, *args)
+    assert result.status == 2
+    assert words in result.error
+
+
+def test_a_choice_is_refused_in_plain_words(vkit_run: Run) -> None:
+    result = vkit_run("complete", "--prompt", "x", "--device", "tpu")
+    assert result.status == 2
+    assert result.error.startswith("--device: 'tpu' is not one of")

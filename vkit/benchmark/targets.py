@@ -134,6 +134,10 @@ class AsyncEngine(Protocol):
     def tokenizer(self) -> Any:
         """Its tokenizer."""
 
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
+
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, *, request_id: str
     ) -> AsyncIterator[RequestOutput]:
@@ -159,7 +163,17 @@ class EngineTarget:
         return []
 
     async def generate(self, wanted: GeneratedPrompts) -> list[Prompt]:
-        """Random token ids, special ones left out."""
+        """Random token ids, special ones left out.
+
+        Raises:
+            UsageError: prompts of that length leave no room in the context.
+        """
+        limit = self._engine.max_model_len
+        if wanted.input_len >= limit:
+            raise UsageError(
+                f"--input-len: {wanted.input_len} tokens leave nothing to generate in the context of {limit}",
+                remedy=f"at most {limit - 1}",
+            )
         special = frozenset(self._tokenizer.special_ids)
         alphabet = [token_id for token_id in range(self._tokenizer.vocab_size) if token_id not in special]
         sequences = _sequences(wanted, alphabet, wanted.input_len, wanted.prefix_len)
