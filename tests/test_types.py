@@ -120,5 +120,5 @@ def test_structured_outputs_take_exactly_one_kind() -> None:
 
 
 def test_a_range_without_an_upper_end_is_said_in_words() -> None:
-    with pytest.raises(InvalidRequest, match="^repetition_penalty: must be above 0 and finite, got 0$"):
+    with pytest.raises(InvalidRequest, match=r"^repetition_penalty: must be above 0 and finite, got 0$"):
         SamplingParams(repetition_penalty=0)

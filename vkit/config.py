@@ -567,7 +567,8 @@ class _Sizing:
             cause, remedy = f"{blame[0]} {blame[1]}: ", f"{blame[0]} {blame[2]} would fit"
         return OutOfMemoryPreflight(
             f"{cause}{self.model.name} does not fit in {self.device.kind} memory:"
-            f" weights {_gib(self.model.num_weight_bytes)} + activations {_gib(self.model.num_activation_bytes)} + KV cache {_gib(num_blocks * per_block)}"
+            f" weights {_gib(self.model.num_weight_bytes)}"
+            f" + activations {_gib(self.model.num_activation_bytes)} + KV cache {_gib(num_blocks * per_block)}"
             f" ({num_blocks} blocks) are needed, {_gib(self.device.available_bytes)} of"
             f" {_gib(self.device.total_bytes)} are available",
             remedy=remedy,

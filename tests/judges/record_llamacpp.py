@@ -2,9 +2,11 @@
 
 Run by hand with a Python that has llama-cpp-python (any 0.3 release) installed:
 
-    python tests/judges/record_llamacpp.py MODEL.gguf
+    python tests/judges/record_llamacpp.py MODEL.gguf FLOAT32.gguf
 
-It writes tests/data/text/demo_ids.json and tests/data/demo_greedy.json. Nothing of vkit is imported.
+It writes tests/data/text/demo_ids.json, tests/data/demo_greedy.json and tests/data/demo_greedy_f32.json. The last holds
+what llama.cpp makes of the same weights expanded to float32 (expand_to_float32.py), where it does not quantise
+activations to 8 bits. Nothing of vkit is imported.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from corpus_strings import diverse_strings
 DATA = Path(__file__).resolve().parent.parent / "data"
 NUM_NEW_TOKENS = 48
 NUM_CANDIDATES = 10
+FLOAT32 = 0
+"""ggml's number of the type."""
 
 PROMPTS = [
     "The capital of France is",
@@ -90,15 +94,7 @@ def write(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
-def main(model_path: str) -> None:
-    model = llama_cpp.Llama(model_path, n_ctx=1024, n_batch=1024, n_threads=2, verbose=False)
-    origin = f"llama-cpp-python {llama_cpp.__version__}, {Path(model_path).name}, CPU, f16 KV cache"
-    strings = diverse_strings()
-    ids = [
-        {"text": s, "plain": encode(model, s, special=False), "special": encode(model, s, special=True)}
-        for s in strings
-    ]
-    write(DATA / "text" / "demo_ids.json", {"origin": origin, "cases": ids})
+def record_greedy(model: llama_cpp.Llama, origin: str, path: Path) -> None:
     cases = []
     for prompt in [*PROMPTS, long_prompt(model)]:
         special = "<|im_start|>" in prompt
@@ -107,10 +103,27 @@ def main(model_path: str) -> None:
             {"prompt": prompt, "parse_special": special, "prompt_token_ids": prompt_ids}
             | continue_greedily(model, prompt_ids)
         )
-    write(DATA / "demo_greedy.json", {"origin": origin, "cases": cases})
+    write(path, {"origin": origin, "cases": cases})
+
+
+def main(model_path: str, float_path: str) -> None:
+    model = llama_cpp.Llama(model_path, n_ctx=1024, n_batch=1024, n_threads=2, verbose=False)
+    origin = f"llama-cpp-python {llama_cpp.__version__}, {Path(model_path).name}, CPU, f16 KV cache"
+    strings = diverse_strings()
+    ids = [
+        {"text": s, "plain": encode(model, s, special=False), "special": encode(model, s, special=True)}
+        for s in strings
+    ]
+    write(DATA / "text" / "demo_ids.json", {"origin": origin, "cases": ids})
+    record_greedy(model, origin, DATA / "demo_greedy.json")
+    floats = llama_cpp.Llama(
+        float_path, n_ctx=1024, n_batch=1024, n_threads=2, verbose=False, type_k=FLOAT32, type_v=FLOAT32
+    )
+    origin = f"llama-cpp-python {llama_cpp.__version__}, {Path(model_path).name} expanded to float32, CPU, f32 KV cache"
+    record_greedy(floats, origin, DATA / "demo_greedy_f32.json")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: record_llamacpp.py MODEL.gguf")
-    main(sys.argv[1])
+    if len(sys.argv) != 3:
+        sys.exit("usage: record_llamacpp.py MODEL.gguf FLOAT32.gguf")
+    main(sys.argv[1], sys.argv[2])
