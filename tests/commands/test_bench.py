@@ -229,6 +229,7 @@ class FakeAsyncLLM:
     """Stands in for vkit.AsyncLLM: as many tokens as asked for, two at a time."""
 
     made: ClassVar[list[FakeAsyncLLM]]
+    max_model_len = 100_000
 
     class tokenizer:
         vocab_size = 300
