@@ -36,6 +36,16 @@ def test_pieces_joined_equal_decoding_at_once(kind: str, data: st.DataObject, re
         end += len(piece)
 
 
+def test_one_space_is_dropped_even_if_it_is_all_of_a_token(sentencepiece_tokenizer: Tokenizer) -> None:
+    space = next(i for i in range(sentencepiece_tokenizer.vocab_size) if sentencepiece_tokenizer.token_bytes(i) == b" ")
+    word = next(
+        i for i in range(sentencepiece_tokenizer.vocab_size) if sentencepiece_tokenizer.token_bytes(i) == b" ab"
+    )
+    flags = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+    assert sentencepiece_tokenizer.decode([space, word], **flags) == " ab"
+    assert "".join(pieces_of(sentencepiece_tokenizer, [space, word], **flags)) == " ab"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=100)

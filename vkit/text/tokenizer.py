@@ -182,11 +182,12 @@ class Tokenizer:
         """Takes the encoder's own space from the first of `pieces` in place, and also after added tokens."""
         is_due = True
         for i, token_id in enumerate(token_ids):
-            if is_due and pieces[i]:
+            is_visible = bool(pieces[i])
+            if is_due and is_visible:
                 pieces[i] = pieces[i].removeprefix(b" ")
                 if not after_added:
                     return
-            is_due = token_id in self.vocabulary.added_ids or (is_due and not pieces[i])
+            is_due = token_id in self.vocabulary.added_ids or (is_due and not is_visible)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes `token_id` adds to a text that has already begun; nothing for an id without token."""

@@ -1,0 +1,20 @@
+"""What every test gets back as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+_LOGGERS = [logging.getLogger(name) for name in ("vkit", "uvicorn")]
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    """The commands, run in this process, point the program's loggers at the stderr of their test."""
+    before = [(logger, list(logger.handlers), logger.level, logger.propagate) for logger in _LOGGERS]
+    yield
+    for logger, handlers, level, propagate in before:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
