@@ -100,7 +100,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(compiler: str, name: str, units: Sequence[Unit], flags: Sequence[str], library: Path) -> None:
-    logger.warning("building the %s kernels with %s (once per machine, about 10 s)", name, Path(compiler).name)
+    logger.warning("building the %s kernels with %s (once per machine, about 20 s)", name, Path(compiler).name)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{name}-") as scratch:
         objects = [Path(scratch) / f"{index}.o" for index in range(len(units))]
