@@ -6,9 +6,9 @@ import stat
 from pathlib import Path
 
 from vkit.errors import CheckpointError
-from vkit.loaders.checkpoint import Checkpoint, TensorInfo, check_complete
+from vkit.loaders.checkpoint import Checkpoint, TensorInfo
 
-__all__ = ["Checkpoint", "TensorInfo", "check_complete", "open_checkpoint"]
+__all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
 
 
 def open_checkpoint(path: Path, *, use_mmap: bool = True) -> Checkpoint:

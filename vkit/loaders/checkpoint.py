@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from vkit.errors import CheckpointError
 from vkit.quantization import Weight
 
 MAX_NAMES_SHOWN = 8
@@ -103,36 +102,6 @@ class Checkpoint(ABC):
     @abstractmethod
     def close(self) -> None:
         """End loading. Tensors already loaded stay valid."""
-
-
-def check_complete(
-    checkpoint: Checkpoint, wanted: set[str], ignorable: Callable[[str], bool] = lambda name: False
-) -> None:
-    """Refuse a checkpoint that lacks a wanted tensor or holds one that is neither wanted nor ignorable.
-
-    Raises:
-        CheckpointError: listing the names.
-    """
-    present = checkpoint.tensor_names()
-    missing = wanted - present
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint.path}: {count_of(missing, 'tensor')} that {checkpoint.architecture} needs missing: "
-            f"{some_names(missing)}",
-            remedy="the file is incomplete or made for another architecture",
-        )
-    unused = {name for name in present - wanted if not ignorable(name)}
-    if unused:
-        raise CheckpointError(
-            f"{checkpoint.path}: {count_of(unused, 'tensor')} that {checkpoint.architecture} has no use for: "
-            f"{some_names(unused)}",
-            remedy="the file is made for another architecture or a variant that is not supported",
-        )
-
-
-def count_of(names: set[str], noun: str) -> str:
-    """`1 tensor`, `2 tensors`."""
-    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'}"
 
 
 def some_names(names: set[str]) -> str:
