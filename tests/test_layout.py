@@ -23,7 +23,7 @@ FOLDERS = {"vkit": ROOT / "vkit", "vkit.commands": ROOT / "commands", "vkit.kern
 RANKS: dict[str, int] = {
     # A module imports only what has its own rank or a lower one. See docs/architecture.md.
     **dict.fromkeys(["vkit.errors"], 0),
-    **dict.fromkeys(["vkit.types", "vkit.config", "vkit.env"], 1),
+    **dict.fromkeys(["vkit.types", "vkit.config", "vkit.env", "vkit.media"], 1),
     **dict.fromkeys(["vkit.kernels", "vkit.discovery"], 2),
     **dict.fromkeys(["vkit.quantization", "vkit.device"], 3),
     **dict.fromkeys(["vkit.loaders", "vkit.layers"], 4),
@@ -50,6 +50,7 @@ TORCH_FREE = [
         "vkit.manual",
     ),
     *(
+        "vkit.media",
         "vkit.scheduler",
         "vkit.policies",
         "vkit.sequence",

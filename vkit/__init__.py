@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from vkit.inputs import PromptOptions
     from vkit.llm import LLM
+    from vkit.media import AudioMedia, ImageMedia, VideoMedia
     from vkit.parsers.events import ContentDelta, ReasoningDelta, ToolCallDelta
     from vkit.parsers.json_calls import JsonCalls
     from vkit.parsers.python_calls import PythonCalls
@@ -56,6 +57,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AudioMedia",
     "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
@@ -65,6 +67,7 @@ __all__ = [
     "EngineDeadError",
     "ExitStatus",
     "FinishReason",
+    "ImageMedia",
     "InvalidRequest",
     "JsonCalls",
     "LabelScores",
@@ -87,6 +90,7 @@ __all__ = [
     "ToolCallDelta",
     "ToolReader",
     "UsageError",
+    "VideoMedia",
     "VkitError",
     "XmlCalls",
     "check_constraint",
@@ -100,6 +104,7 @@ _HOMES = {
     "vkit.beam_search": ("BeamSearchParams",),
     "vkit.inputs": ("PromptOptions",),
     "vkit.llm": ("LLM",),
+    "vkit.media": ("AudioMedia", "ImageMedia", "VideoMedia"),
     "vkit.parsers.events": ("ContentDelta", "ReasoningDelta", "ToolCallDelta"),
     "vkit.parsers.json_calls": ("JsonCalls",),
     "vkit.parsers.python_calls": ("PythonCalls",),

@@ -12,9 +12,16 @@ from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeAlias, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vkit.media import PlacedMedia
 from vkit.types import FinishReason, PositionLogprobs, SamplingParams
+
+RopePositions: TypeAlias = NDArray[np.int64]
+"""(3, T): position in time, row and column of every prompt token."""
 
 
 class SequenceStatus(Enum):
@@ -81,6 +88,12 @@ class Sequence:
     """params.bad_words as token ids."""
     reads_prefix_cache: bool = True
     grammar: Grammar | None = None
+    media: tuple[PlacedMedia, ...] = ()
+    """Images, videos and sound, at their places in the prompt."""
+    rope_positions: RopePositions | None = None
+    """For prompts in which they are not simply 0, 1, 2, ..."""
+    position_delta: int = 0
+    """What the position of a token after the prompt is more than its index (at most 0)."""
     pending_grammar: Future[Grammar] | None = None
     """Compilation in progress; the sequence waits in WAITING_FOR_GRAMMAR until it is done."""
 
