@@ -1,4 +1,4 @@
-"""Any common picture file as an `ImageMedia`. Pillow decodes; limits are checked on the header, before a pixel is made."""
+"""Any common picture file as an `ImageMedia`. Pillow decodes; limits are checked before a pixel is made."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def decode_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> ImageMedi
             return ImageMedia(_rgb(upright))
     except UnidentifiedImageError:
         raise UnusableMedia("image", f"no known picture format ({', '.join(FORMATS)})") from None
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UnusableMedia("image", str(error)) from None
     except (OSError, ValueError, SyntaxError, IndexError, EOFError, TypeError, OverflowError) as error:
         # What Pillow's decoders raise over damaged files.
