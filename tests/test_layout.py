@@ -28,7 +28,7 @@ RANKS: dict[str, int] = {
     **dict.fromkeys(["vkit.quantization", "vkit.device"], 3),
     **dict.fromkeys(["vkit.loaders", "vkit.layers"], 4),
     **dict.fromkeys(["vkit.cache", "vkit.sequence", "vkit.policies", "vkit.text", "vkit.batch"], 4),
-    **dict.fromkeys(["vkit.models", "vkit.structured", "vkit.parsers"], 5),
+    **dict.fromkeys(["vkit.models", "vkit.structured", "vkit.parsers", "vkit.video"], 5),
     **dict.fromkeys(["vkit.logits", "vkit.randomness"], 5),
     **dict.fromkeys(["vkit.scheduler", "vkit.sampler", "vkit.runner", "vkit.proposers", "vkit.metrics"], 6),
     **dict.fromkeys(["vkit.inputs", "vkit.outputs", "vkit.engine"], 7),
@@ -57,6 +57,8 @@ TORCH_FREE = [
         "vkit.cache.prefix",
         "vkit.cache.groups",
     ),
+    *("vkit.video.errors", "vkit.video.h3.request", "vkit.video.h3.plan", "vkit.video.h3.geometry"),
+    "vkit.video.h3.pipeline",
 ]
 CROSSING = {"vkit.kernels": {"vkit.kernels"}, "vkit.errors": set(), "vkit.types": {"vkit.errors", "vkit.types"}}
 """Parts that may import nothing of ours but what is listed."""
@@ -64,7 +66,7 @@ CROSSING = {"vkit.kernels": {"vkit.kernels"}, "vkit.errors": set(), "vkit.types"
 COMMANDS_MAY_IMPORT = {
     *("vkit", "vkit.types", "vkit.errors", "vkit.config", "vkit.env", "vkit.engine", "vkit.async_engine", "vkit.llm"),
     *("vkit.server", "vkit.benchmark", "vkit.client", "vkit.text", "vkit.default_model", "vkit.device", "vkit.kernels"),
-    *("vkit.cli", "vkit.command", "vkit.discovery", "vkit.manual", "vkit.commands", "vkit.models"),
+    *("vkit.cli", "vkit.command", "vkit.discovery", "vkit.manual", "vkit.commands", "vkit.models", "vkit.video"),
 }
 
 
