@@ -43,6 +43,8 @@ def serve(
         # The routes keep to --max-logprobs; what they need for themselves (beams) may be more.
         "max_logprobs": -1,
         "logprobs_mode": api.logprobs_mode,
+        "tool_parser": api.tool_call_parser,
+        "reasoning_parser": api.reasoning_parser,
         "seed": seed,
     }
     args = EngineArgs(model=str(path), max_num_seqs=max_num_seqs, **keywords)

@@ -24,6 +24,7 @@ RANKS: dict[str, int] = {
     # A module imports only what has its own rank or a lower one. See docs/architecture.md.
     **dict.fromkeys(["vkit.errors"], 0),
     **dict.fromkeys(["vkit.types", "vkit.config", "vkit.env"], 1),
+    **dict.fromkeys(["vkit.thinking"], 2),
     **dict.fromkeys(["vkit.kernels", "vkit.discovery"], 2),
     **dict.fromkeys(["vkit.quantization", "vkit.device"], 3),
     **dict.fromkeys(["vkit.loaders", "vkit.layers"], 4),
@@ -53,6 +54,7 @@ TORCH_FREE = [
         "vkit.scheduler",
         "vkit.policies",
         "vkit.sequence",
+        "vkit.thinking",
         "vkit.cache.blocks",
         "vkit.cache.prefix",
         "vkit.cache.groups",

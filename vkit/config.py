@@ -135,6 +135,10 @@ class EngineArgs:
     """A file that replaces the checkpoint's tokenizer_config.json."""
     chat_template: str | None = None
     """A template file, or the template itself, that replaces the model's own."""
+    tool_parser: str = "hermes"
+    """How `AsyncLLM.chat` and the server read tool calls; "auto" asks the chat template, "none" reads none."""
+    reasoning_parser: str = "none"
+    """How thoughts are told from answers; "auto" asks the chat template, "none": they are not."""
     dtype: str = "auto"
     device: str = "auto"
     block_size: int = 32
@@ -187,9 +191,9 @@ class EngineArgs:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise UsageError(f"--model: expected a directory or a .gguf file, got {self.model!r}")
-        for name in ("tokenizer", "tokenizer_config", "chat_template"):
+        for name in ("tokenizer", "tokenizer_config", "chat_template", "tool_parser", "reasoning_parser"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
+            if (value is not None or name.endswith("_parser")) and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
@@ -288,6 +292,8 @@ class EngineArgs:
             tokenizer=self.tokenizer,
             tokenizer_config=self.tokenizer_config,
             chat_template=self.chat_template,
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
             dtype=resolve_dtype(self.dtype, model.dtype, device),
             device=device.kind,
             block_size=self.block_size,
@@ -327,6 +333,8 @@ class EngineConfig:
     tokenizer: str | None = None
     tokenizer_config: str | None = None
     chat_template: str | None = None
+    tool_parser: str = "hermes"
+    reasoning_parser: str = "none"
     dtype: str
     """"float32", "bfloat16" or "float16"."""
     device: str

@@ -349,6 +349,7 @@ class Engine:
                     cache_salt=request.cache_salt,
                     seed=seed + index,
                     bad_word_ids=request.bad_word_ids,
+                    thinking=request.thinking,
                     reads_prefix_cache=not skips_cache,
                     pending_grammar=request.compile_grammar() if request.compile_grammar is not None else None,
                     prompt_logprobs=[None] if own.prompt_logprobs is not None else [],

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol, overload
 
+from vkit.thinking import ThinkingBudget
 from vkit.types import FinishReason, PositionLogprobs, SamplingParams
 
 
@@ -80,6 +81,8 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """params.bad_words as token ids."""
     reads_prefix_cache: bool = True
+    thinking: ThinkingBudget | None = None
+    """How long the model may reason."""
     grammar: Grammar | None = None
     pending_grammar: Future[Grammar] | None = None
     """Compilation in progress; the sequence waits in WAITING_FOR_GRAMMAR until it is done."""
