@@ -34,8 +34,8 @@ RANKS: dict[str, int] = {
     **dict.fromkeys(["vkit.scheduler", "vkit.sampler", "vkit.runner", "vkit.proposers", "vkit.metrics"], 6),
     **dict.fromkeys(["vkit.inputs", "vkit.outputs", "vkit.engine"], 7),
     **dict.fromkeys(["vkit.loading", "vkit.engine_thread", "vkit.beam_search", "vkit.scoring"], 8),
-    **dict.fromkeys(["vkit.async_engine", "vkit.llm", "vkit.default_model", "vkit.client"], 8),
-    **dict.fromkeys(["vkit.server", "vkit.benchmark"], 9),
+    **dict.fromkeys(["vkit.llm", "vkit.default_model", "vkit.client"], 8),
+    **dict.fromkeys(["vkit.async_engine", "vkit.server", "vkit.benchmark"], 9),
     **dict.fromkeys(["vkit.command", "vkit.cli", "vkit.manual", "vkit.__main__"], 10),
     "vkit.commands": 11,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,10 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     settings: Mapping[str, Any]
     """The effective configuration in plain JSON values."""
+    parsers: OutputParsers = field(default_factory=lambda: OutputParsers(None, None))
+    """How replies are read."""
+    served_model_names: tuple[str, ...] = ("model",)
+    """What requests may call the model; the first is shown."""
     on_close: Callable[[], None] = lambda: None
 
     @property
@@ -217,7 +221,16 @@ class CheckedModel:
             grammars.close()
             resident.close()
 
-        return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, close)
+        return LoadedModel(
+            engine,
+            inputs,
+            tokenizer,
+            self.chat_template,
+            settings,
+            self.parsers,
+            config.served_model_name,
+            on_close=close,
+        )
 
 
 def check_model(args: EngineArgs) -> CheckedModel:
