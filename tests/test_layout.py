@@ -23,6 +23,49 @@ FOLDERS = {"vkit": ROOT / "vkit", "vkit.commands": ROOT / "commands", "vkit.kern
 RANKS: dict[str, int] = {
     # A module imports only what has its own rank or a lower one. See docs/architecture.md.
     **dict.fromkeys(["vkit.errors"], 0),
+    **dict.fromkeys(["vkit.types", "vkit.config", "vkit.env"], 1),
+    **dict.fromkeys(["vkit.thinking"], 2),
+    **dict.fromkeys(["vkit.kernels", "vkit.discovery"], 2),
+    **dict.fromkeys(["vkit.quantization", "vkit.device"], 3),
+    **dict.fromkeys(["vkit.loaders", "vkit.layers"], 4),
+    **dict.fromkeys(["vkit.cache", "vkit.sequence", "vkit.policies", "vkit.text", "vkit.batch"], 4),
+    **dict.fromkeys(["vkit.models", "vkit.structured", "vkit.parsers"], 5),
+    **dict.fromkeys(["vkit.logits", "vkit.randomness"], 5),
+    **dict.fromkeys(["vkit.scheduler", "vkit.sampler", "vkit.runner", "vkit.proposers", "vkit.metrics"], 6),
+    **dict.fromkeys(["vkit.inputs", "vkit.outputs", "vkit.engine"], 7),
+    **dict.fromkeys(["vkit.loading", "vkit.engine_thread", "vkit.beam_search", "vkit.scoring"], 8),
+    **dict.fromkeys(["vkit.llm", "vkit.default_model", "vkit.client"], 8),
+    **dict.fromkeys(["vkit.async_engine", "vkit.server", "vkit.benchmark"], 9),
+    **dict.fromkeys(["vkit.command", "vkit.cli", "vkit.manual", "vkit.__main__"], 10),
+    "vkit.commands": 11,
+}
+TORCH_FREE = [
+    *(
+        "vkit.errors",
+        "vkit.types",
+        "vkit.config",
+        "vkit.env",
+        "vkit.discovery",
+        "vkit.command",
+        "vkit.cli",
+        "vkit.manual",
+    ),
+    *(
+        "vkit.scheduler",
+        "vkit.policies",
+        "vkit.sequence",
+        "vkit.thinking",
+        "vkit.cache.blocks",
+        "vkit.cache.prefix",
+        "vkit.cache.groups",
+    ),
+]
+CROSSING = {"vkit.kernels": {"vkit.kernels"}, "vkit.errors": set(), "vkit.types": {"vkit.errors", "vkit.types"}}
+"""Parts that may import nothing of ours but what is listed."""
+
+COMMANDS_MAY_IMPORT = {
+    *("vkit", "vkit.types", "vkit.errors", "vkit.config", "vkit.env", "vkit.engine", "vkit.async_engine", "vkit.llm"),
+    *("vkit.server", "vkit.benchmark", "vkit.client", "vkit.text", "vkit.default_model", "vkit.device", "vkit.kernels"),
     *("vkit.cli", "vkit.command", "vkit.discovery", "vkit.manual", "vkit.commands", "vkit.models"),
     *("vkit.speech", "vkit.video", "vkit.media"),
 }
