@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vkit.inputs import PromptOptions
     from vkit.llm import LLM
     from vkit.media import AudioMedia, ImageMedia, VideoMedia
+    from vkit.models import register_model
     from vkit.parsers.events import ContentDelta, ReasoningDelta, ToolCallDelta
     from vkit.parsers.json_calls import JsonCalls
     from vkit.parsers.python_calls import PythonCalls
@@ -94,6 +95,7 @@ __all__ = [
     "VkitError",
     "XmlCalls",
     "check_constraint",
+    "register_model",
     "register_reasoning_parser",
     "register_tool_parser",
     "resolve_model",
@@ -105,6 +107,7 @@ _HOMES = {
     "vkit.inputs": ("PromptOptions",),
     "vkit.llm": ("LLM",),
     "vkit.media": ("AudioMedia", "ImageMedia", "VideoMedia"),
+    "vkit.models": ("register_model",),
     "vkit.parsers.events": ("ContentDelta", "ReasoningDelta", "ToolCallDelta"),
     "vkit.parsers.json_calls": ("JsonCalls",),
     "vkit.parsers.python_calls": ("PythonCalls",),

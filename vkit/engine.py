@@ -352,6 +352,7 @@ class Engine:
                     media=request.media,
                     rope_positions=request.rope_positions,
                     position_delta=request.position_delta,
+                    thinking=request.thinking,
                     reads_prefix_cache=not skips_cache,
                     pending_grammar=request.compile_grammar() if request.compile_grammar is not None else None,
                     prompt_logprobs=[None] if own.prompt_logprobs is not None else [],

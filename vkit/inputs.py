@@ -15,13 +15,17 @@ from typing import Any, Literal, Protocol, cast
 from vkit.errors import InvalidRequest
 from vkit.media import Media, MediaLimits, MediaProcessor, PlacedMedia, PlacedPrompt, checked_media
 from vkit.sequence import Grammar, RopePositions
-from vkit.types import WHOLE_VOCABULARY, OutputKind, SamplingParams, StructuredOutputs
+from vkit.thinking import ThinkingBudget, thinking_budget
+from vkit.types import WHOLE_VOCABULARY, OutputKind, ReasoningMarks, SamplingParams, StructuredOutputs
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, the last two with an optional "cache_salt" and an
 optional "multi_modal_data": {"image": [ImageMedia], "video": [VideoMedia], "audio": [AudioMedia]}. Each item has one
 placeholder in the prompt, as the chat template writes it; the text that holds placeholders is encoded with special
 tokens recognised."""
+
+MARKED_TAIL = 512
+"""Tokens at the end of a prompt that may say whether it has begun the reasoning."""
 
 TruncationSide = Literal["left", "right"]
 
@@ -30,6 +34,10 @@ GrammarCompiler = Callable[[StructuredOutputs], Future[Grammar]]
 
 RequestCheck = Callable[[SamplingParams], None]
 """Raises InvalidRequest for parameters a plug-in cannot serve."""
+
+
+MarksOf = Callable[[str, Mapping[str, Any]], ReasoningMarks | None]
+"""Texts around the reasoning after a prompt text written with these template variables; None: none follows."""
 
 
 class TextEncoder(Protocol):
@@ -50,6 +58,12 @@ class TextEncoder(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of the text."""
 
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to a text."""
+
 
 @dataclass(slots=True)
 class EngineRequest:
@@ -64,6 +78,7 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    thinking: ThinkingBudget | None = None
     eos_token_id: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     compile_grammar: Callable[[], Future[Grammar]] | None = None
@@ -88,6 +103,8 @@ class PromptOptions:
     """The side that is cut: "left" keeps the last tokens, "right" the first."""
     max_logprobs: int | None = None
     """Overrides the engine's limit on log-probabilities; -1 lifts it."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template was told when it wrote the prompt; some reasoning parsers ask."""
 
 
 DEFAULT_PROMPT_OPTIONS = PromptOptions()
@@ -122,12 +139,13 @@ class InputProcessor:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     compile_grammar: GrammarCompiler | None = None
     checks: tuple[RequestCheck, ...] = ()
-    has_reasoning_parser: bool = False
     media: MediaProcessor | None = None
     """None: the model takes text only."""
     media_limits: MediaLimits = field(default_factory=dict)
     max_whole_media: int | None = None
     """Tokens of the longest item, where the tokens of one must be computed in one step."""
+    reasoning_marks: MarksOf | None = None
+    """What the engine's reasoning parser says of a prompt; None: there is no such parser."""
     clock: Callable[[], float] = time.monotonic
 
     def process(
@@ -172,6 +190,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             bad_word_ids=self._bad_word_ids(params),
+            thinking=self._thinking(params, text, token_ids, options),
             eos_token_id=self.tokenizer.eos_token_id if self.tokenizer else None,
             stop_token_ids=self._stop_token_ids(params),
             compile_grammar=grammars,
@@ -300,10 +319,6 @@ class InputProcessor:
             raise InvalidRequest(
                 "best_of: the best candidates are known at the end only; it cannot be streamed", param="best_of"
             )
-        if params.thinking_token_budget is not None and not self.has_reasoning_parser:
-            raise InvalidRequest(
-                "thinking_token_budget: needs a reasoning parser, and none is configured", param="thinking_token_budget"
-            )
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
             raise InvalidRequest(f"{name}: this engine has no tokenizer", param=name)
@@ -332,6 +347,31 @@ class InputProcessor:
                 ids.update(self.tokenizer.eos_token_ids)
                 ids -= {self.tokenizer.eos_token_id}
         return frozenset(ids.union(params.stop_token_ids))
+
+    def _thinking(
+        self, params: SamplingParams, text: str | None, token_ids: list[int], options: PromptOptions
+    ) -> ThinkingBudget | None:
+        """How long the model may reason after this prompt; None: as long as it likes, or it does not."""
+        limit = params.thinking_token_budget
+        if limit is None:
+            return None
+        marks = params.reasoning_marks
+        if marks is None and self.reasoning_marks is None:
+            raise InvalidRequest(
+                "thinking_token_budget: needs a reasoning parser, and none is configured",
+                param="thinking_token_budget",
+                remedy="set reasoning_parser (--reasoning-parser), or SamplingParams.reasoning_marks",
+            )
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                "thinking_token_budget: this engine has no tokenizer to find the end of reasoning with",
+                param="thinking_token_budget",
+            )
+        if marks is None and self.reasoning_marks is not None:
+            if text is None:
+                text = self.tokenizer.decode(token_ids[-MARKED_TAIL:], skip_special_tokens=False)
+            marks = self.reasoning_marks(text, options.template_variables)
+        return None if marks is None or limit < 0 else thinking_budget(limit, marks, self.tokenizer)
 
     def _grammars_of(self, params: SamplingParams) -> _Grammars | None:
         constraint = params.structured_outputs

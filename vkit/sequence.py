@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkit.media import MediaInput, PlacedMedia
+from vkit.thinking import ThinkingBudget
 from vkit.types import FinishReason, PositionLogprobs, SamplingParams
 
 RopePositions: TypeAlias = NDArray[np.int64]
@@ -87,6 +88,8 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """params.bad_words as token ids."""
     reads_prefix_cache: bool = True
+    thinking: ThinkingBudget | None = None
+    """How long the model may reason."""
     grammar: Grammar | None = None
     media: tuple[PlacedMedia, ...] = ()
     """Images, videos and sound, at their places in the prompt."""

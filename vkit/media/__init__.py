@@ -1,7 +1,8 @@
 """Images, videos and sound on their way into a model: what a caller hands in, and what a tower reads. No torch.
 
-Decoded media come in as numpy arrays (`ImageMedia`, `VideoMedia`, `AudioMedia`); nothing here opens files or URLs. A
-model's `MediaProcessor` turns each into a `MediaInput` and says where in the prompt its rows go (`PlacedPrompt`).
+Media are numpy arrays (`ImageMedia`, `VideoMedia`, `AudioMedia`). `sources` fetches the bytes a URL names, `decoding`
+makes media of them, with limits checked before anything is decoded. A model's `MediaProcessor` turns each into a
+`MediaInput` and says where in the prompt its rows go (`PlacedPrompt`).
 """
 
 from __future__ import annotations
