@@ -6,6 +6,7 @@ The one place that knows every part. Nothing is read twice, and no weight byte b
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +29,13 @@ from vkit.config import (
 )
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
-from vkit.errors import InvalidRequest, UsageError
+from vkit.errors import CheckpointError, InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
 from vkit.logits import BatchLogitsProcessor
-from vkit.models import HFConfig, build_model, create_model
+from vkit.media import KINDS, MediaProcessor
+from vkit.models import HFConfig, MediaContext, build_model, create_model
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
 from vkit.parsers.events import ReplyContext
@@ -189,6 +191,8 @@ class CheckedModel:
     parsers: OutputParsers
     """How replies are read."""
 
+    media: MediaProcessor | None = None
+
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
 
@@ -213,6 +217,11 @@ class CheckedModel:
             compile_grammar=grammars.compile,
             reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
+            media=self.media,
+            media_limits={
+                kind: config.limit_mm_per_prompt[kind] for kind in KINDS if kind in config.limit_mm_per_prompt
+            },
+            max_whole_media=_max_whole_media(config),
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
         return_freed_memory()
@@ -244,6 +253,8 @@ def check_model(args: EngineArgs) -> CheckedModel:
         require_backend("--structured-outputs-backend")
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
+    if args.mmproj is not None:
+        raise UsageError("--mmproj: vision projectors cannot be loaded yet")
     device = find_device(args.device)
     checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
@@ -261,11 +272,51 @@ def check_model(args: EngineArgs) -> CheckedModel:
         chat_template=template.source if template is not None else None,
         text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
     )
-    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
-    config = args.resolve(_model_facts(checkpoint, args, specs), _device_facts(device))
+    model = create_model(checkpoint, _provisional(args, checkpoint, device))
+    specs, media = model.cache_specs(), model.media_processor(media_context(checkpoint.path, tokenizer))
+    facts = _model_facts(checkpoint, args, specs)
+    facts = dataclasses.replace(
+        facts,
+        media_kinds=media.kinds if media is not None else (),
+        keeps_media_whole=media is not None and model.keeps_media_whole,
+    )
+    config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
-    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers)
+    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, media)
+
+
+def media_context(path: Path, tokenizer: Tokenizer) -> MediaContext:
+    """What the folder of a checkpoint and its tokenizer say about media.
+
+    Raises:
+        CheckpointError: a preprocessor configuration that is no JSON object.
+    """
+    image = _preprocessor_config(path / "preprocessor_config.json")
+    video = _preprocessor_config(path / "video_preprocessor_config.json")
+    return MediaContext(
+        image, video, tokenizer.token_text, lambda text: tokenizer.encode(text, add_special_tokens=False)
+    )
+
+
+def _preprocessor_config(path: Path) -> dict[str, Any]:
+    """The file's keys; none where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _max_whole_media(config: EngineConfig) -> int | None:
+    """Tokens of the longest item that one step can hold, where one step has to."""
+    if not config.disable_chunked_mm_input:
+        return None
+    return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
@@ -288,6 +339,8 @@ def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
+        max_num_encoder_input_tokens=config.max_num_encoder_input_tokens,
+        disable_chunked_mm_input=config.disable_chunked_mm_input,
     )
     return EngineSettings(
         limits=limits,
