@@ -84,8 +84,6 @@ class ModelFacts:
     is_moe: bool = False
     media_kinds: tuple[str, ...] = ()
     """The kinds of media it takes: "image", "video", "audio"."""
-    keeps_media_whole: bool = False
-    """Whether all tokens of a media item must be computed in one step."""
     num_activation_bytes: int = 0
     """Peak of one step at the token budget; an estimate before loading, a measurement after a profile run."""
     activation_bytes_per_token: int = 0
@@ -349,7 +347,7 @@ class EngineArgs:
             max_long_partial_prefills=self.max_long_partial_prefills,
             mmproj=self.mmproj,
             max_num_encoder_input_tokens=self.max_num_encoder_input_tokens or token_budget,
-            disable_chunked_mm_input=self.disable_chunked_mm_input or model.keeps_media_whole,
+            disable_chunked_mm_input=self.disable_chunked_mm_input,
             limit_mm_per_prompt=limits,
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,

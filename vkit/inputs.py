@@ -143,7 +143,9 @@ class InputProcessor:
     """None: the model takes text only."""
     media_limits: MediaLimits = field(default_factory=dict)
     max_whole_media: int | None = None
-    """Tokens of the longest item, where the tokens of one must be computed in one step."""
+    """Most tokens of one item that a step can hold."""
+    splits_media: bool = True
+    """Whether several steps may share an item whose tokens do not see each other."""
     reasoning_marks: MarksOf | None = None
     """What the engine's reasoning parser says of a prompt; None: there is no such parser."""
     clock: Callable[[], float] = time.monotonic
@@ -239,6 +241,8 @@ class InputProcessor:
         placed = self.media.place(token_ids, items)
         if self.max_whole_media is not None:
             for entry in placed.media:
+                if self.splits_media and not entry.item.sees_itself:
+                    continue
                 longest = max(stop - start for start, stop in entry.spans)
                 if longest > self.max_whole_media:
                     raise InvalidRequest(

@@ -222,6 +222,7 @@ class CheckedModel:
                 kind: config.limit_mm_per_prompt[kind] for kind in KINDS if kind in config.limit_mm_per_prompt
             },
             max_whole_media=_max_whole_media(config),
+            splits_media=not config.disable_chunked_mm_input,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
         return_freed_memory()
@@ -275,11 +276,7 @@ def check_model(args: EngineArgs) -> CheckedModel:
     model = create_model(checkpoint, _provisional(args, checkpoint, device))
     specs, media = model.cache_specs(), model.media_processor(media_context(checkpoint.path, tokenizer))
     facts = _model_facts(checkpoint, args, specs)
-    facts = dataclasses.replace(
-        facts,
-        media_kinds=media.kinds if media is not None else (),
-        keeps_media_whole=media is not None and model.keeps_media_whole,
-    )
+    facts = dataclasses.replace(facts, media_kinds=media.kinds if media is not None else ())
     config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
@@ -295,7 +292,11 @@ def media_context(path: Path, tokenizer: Tokenizer) -> MediaContext:
     image = _preprocessor_config(path / "preprocessor_config.json")
     video = _preprocessor_config(path / "video_preprocessor_config.json")
     return MediaContext(
-        image, video, tokenizer.token_text, lambda text: tokenizer.encode(text, add_special_tokens=False)
+        image,
+        video,
+        tokenizer.token_text,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.token_id,
     )
 
 
@@ -312,10 +313,8 @@ def _preprocessor_config(path: Path) -> dict[str, Any]:
     return values
 
 
-def _max_whole_media(config: EngineConfig) -> int | None:
-    """Tokens of the longest item that one step can hold, where one step has to."""
-    if not config.disable_chunked_mm_input:
-        return None
+def _max_whole_media(config: EngineConfig) -> int:
+    """Most tokens of one item that a step can hold."""
     return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
 
 

@@ -73,7 +73,8 @@ class MediaCache:
     def __init__(self, max_rows: int, max_step_rows: int, *, splits_items: bool = True) -> None:
         """Keeps at most `max_rows`, lets a step encode `max_step_rows`.
 
-        `splits_items` False: a chunk holds all remaining tokens of an item's run (of a video's frame) or none.
+        `splits_items` False: a chunk holds all remaining tokens of an item's run (of a video's frame) or none, as it
+        does for items that see themselves in any case.
         """
         self.num_queries = 0
         """Items that sequences came to need."""
@@ -111,7 +112,8 @@ class MediaCache:
         for entry in _overlapping(sequence, start, want):
             if not draft.admits(entry.item):
                 return max(0, entry.start - start)
-            cut = None if self.splits_items else _run_across(entry, start + want)
+            may_cut = self.splits_items and not entry.item.sees_itself
+            cut = None if may_cut else _run_across(entry, start + want)
             if cut is not None:
                 return max(0, cut - start)
         return want

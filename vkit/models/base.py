@@ -113,11 +113,6 @@ class CausalLM(Module):
         """How media are prepared for this model; None if it takes text only."""
         return None
 
-    @property
-    def keeps_media_whole(self) -> bool:
-        """Whether the tokens of one item see each other, so that one step has to compute them all."""
-        return False
-
     def encode_media(self, item: MediaInput) -> EncodedMedia:
         """What the tower makes of an item that `media_processor` prepared."""
         raise ValueError(f"{type(self).__name__} has no tower for {item.kind}")
@@ -152,6 +147,8 @@ class MediaContext:
     """The text of a special token."""
     encode: Callable[[str], list[int]]
     """Token ids of plain text, nothing added."""
+    special_id: Callable[[str], int | None]
+    """The id of a special token by its text; None where the vocabulary has none."""
 
 
 ModelClass = Callable[[HFConfig, ModelConfig], CausalLM]
