@@ -22,6 +22,20 @@ FOLDERS = {"vkit": ROOT / "vkit", "vkit.commands": ROOT / "commands", "vkit.kern
 
 RANKS: dict[str, int] = {
     # A module imports only what has its own rank or a lower one. See docs/architecture.md.
+    **dict.fromkeys(["vkit.errors"], 0),
+    **dict.fromkeys(["vkit.types", "vkit.config", "vkit.env", "vkit.media"], 1),
+    **dict.fromkeys(["vkit.kernels", "vkit.discovery"], 2),
+    **dict.fromkeys(["vkit.quantization", "vkit.device"], 3),
+    **dict.fromkeys(["vkit.loaders", "vkit.layers"], 4),
+    **dict.fromkeys(["vkit.cache", "vkit.sequence", "vkit.policies", "vkit.text", "vkit.batch"], 4),
+    **dict.fromkeys(["vkit.models", "vkit.structured", "vkit.parsers"], 5),
+    **dict.fromkeys(["vkit.logits", "vkit.randomness"], 5),
+    **dict.fromkeys(["vkit.encoding", "vkit.scheduler", "vkit.sampler", "vkit.runner", "vkit.proposers", "vkit.metrics"], 6),
+    **dict.fromkeys(["vkit.inputs", "vkit.outputs", "vkit.engine"], 7),
+    **dict.fromkeys(["vkit.loading", "vkit.engine_thread", "vkit.beam_search", "vkit.scoring"], 8),
+    **dict.fromkeys(["vkit.async_engine", "vkit.llm", "vkit.default_model", "vkit.client"], 8),
+    **dict.fromkeys(["vkit.server", "vkit.benchmark"], 9),
+    **dict.fromkeys(["vkit.command", "vkit.cli", "vkit.manual", "vkit.__main__"], 10),
     "vkit.errors": 0,
     "vkit.config": 1,
     "vkit.env": 1,
