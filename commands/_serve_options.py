@@ -337,8 +337,6 @@ def server_settings(
         generation_config=generation_config(api.generation_config),
         override_generation_config=json_object("--override-generation-config", api.override_generation_config),
         scheduling_policy=scheduling_policy,
-        tool_call_parser=api.tool_call_parser,
-        reasoning_parser=api.reasoning_parser,
         reasoning_effort_map=effort_map(api.reasoning_effort_map),
         reasoning_field=api.reasoning_field,
         default_chat_template_kwargs=json_object("--default-chat-template-kwargs", api.default_chat_template_kwargs),

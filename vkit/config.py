@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -135,6 +135,12 @@ class EngineArgs:
     """A file that replaces the checkpoint's tokenizer_config.json."""
     chat_template: str | None = None
     """A template file, or the template itself, that replaces the model's own."""
+    served_model_name: str | Sequence[str] | None = None
+    """Names that requests may call the model; the first is shown. None: the base name of `model`."""
+    tool_parser: str = "hermes"
+    """How `AsyncLLM.chat` and the server read tool calls; "auto" asks the chat template, "none" reads none."""
+    reasoning_parser: str = "none"
+    """How thoughts are told from answers; "auto" asks the chat template, "none": they are not."""
     dtype: str = "auto"
     device: str = "auto"
     block_size: int = 32
@@ -187,10 +193,11 @@ class EngineArgs:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise UsageError(f"--model: expected a directory or a .gguf file, got {self.model!r}")
-        for name in ("tokenizer", "tokenizer_config", "chat_template"):
+        for name in ("tokenizer", "tokenizer_config", "chat_template", "tool_parser", "reasoning_parser"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
+            if (value is not None or name.endswith("_parser")) and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
+        object.__setattr__(self, "served_model_name", _names(self.served_model_name))
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
@@ -288,6 +295,9 @@ class EngineArgs:
             tokenizer=self.tokenizer,
             tokenizer_config=self.tokenizer_config,
             chat_template=self.chat_template,
+            served_model_name=tuple(self.served_model_name or (_base_name(self.model),)),
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
             dtype=resolve_dtype(self.dtype, model.dtype, device),
             device=device.kind,
             block_size=self.block_size,
@@ -327,6 +337,9 @@ class EngineConfig:
     tokenizer: str | None = None
     tokenizer_config: str | None = None
     chat_template: str | None = None
+    served_model_name: tuple[str, ...] = ()
+    tool_parser: str = "hermes"
+    reasoning_parser: str = "none"
     dtype: str
     """"float32", "bfloat16" or "float16"."""
     device: str
@@ -369,6 +382,18 @@ class PoolSize:
     num_blocks: int
     max_model_len: int
     notes: tuple[str, ...] = ()
+
+
+def _names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    names = (given,) if isinstance(given, str) else given
+    if names is not None and (not names or not all(isinstance(name, str) and name for name in names)):
+        raise UsageError(f"--served-model-name: expected a name or several, none of them empty, got {given!r}")
+    return None if names is None else tuple(dict.fromkeys(names))
+
+
+def _base_name(model: str) -> str:
+    """The last part of a path, without .gguf."""
+    return os.path.basename(os.path.normpath(model)).removesuffix(".gguf")
 
 
 def flag_of(field_name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,22 @@ from vkit.config import (
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
-from vkit.inputs import InputProcessor
+from vkit.inputs import InputProcessor, MarksOf
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
 from vkit.logits import BatchLogitsProcessor
 from vkit.models import HFConfig, build_model, create_model
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
+from vkit.parsers.events import ReplyContext
+from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
 from vkit.structured.compiler import GrammarCompiler, require_backend
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
+from vkit.types import ReasoningMarks
 
 logger = logging.getLogger("vkit")
 
@@ -107,6 +110,10 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     settings: Mapping[str, Any]
     """The effective configuration in plain JSON values."""
+    parsers: OutputParsers = field(default_factory=lambda: OutputParsers(None, None))
+    """How replies are read."""
+    served_model_names: tuple[str, ...] = ("model",)
+    """What requests may call the model; the first is shown."""
     on_close: Callable[[], None] = lambda: None
 
     @property
@@ -179,6 +186,8 @@ class CheckedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     cache_specs: Sequence[LayerCacheSpec | None]
+    parsers: OutputParsers
+    """How replies are read."""
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -202,6 +211,7 @@ class CheckedModel:
             max_logprobs=config.max_logprobs,
             generation_config=checkpoint.generation_config,
             compile_grammar=grammars.compile,
+            reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
@@ -211,7 +221,16 @@ class CheckedModel:
             grammars.close()
             resident.close()
 
-        return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, close)
+        return LoadedModel(
+            engine,
+            inputs,
+            tokenizer,
+            self.chat_template,
+            settings,
+            self.parsers,
+            config.served_model_name,
+            on_close=close,
+        )
 
 
 def check_model(args: EngineArgs) -> CheckedModel:
@@ -236,11 +255,17 @@ def check_model(args: EngineArgs) -> CheckedModel:
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
     )
     template = _chat_template(tokenizer, args.chat_template)
+    parsers = open_parsers(
+        args.tool_parser,
+        args.reasoning_parser,
+        chat_template=template.source if template is not None else None,
+        text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
+    )
     specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
     config = args.resolve(_model_facts(checkpoint, args, specs), _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
-    return CheckedModel(config, checkpoint, tokenizer, template, specs)
+    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers)
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
@@ -339,6 +364,15 @@ def _activation_bytes(config: HFConfig) -> tuple[int, int]:
 
 def _context_limit(checkpoint: Checkpoint) -> int:
     return HFConfig(checkpoint.config).integer(*CONTEXT_KEYS, default=DEFAULT_CONTEXT)
+
+
+def _marks_of(parsers: OutputParsers) -> MarksOf:
+    """What the parsers say of the thoughts after a prompt."""
+
+    def marks(prompt_text: str, variables: Mapping[str, Any]) -> ReasoningMarks | None:
+        return parsers.reasoning_marks(ReplyContext(prompt_text, (), chat_template_kwargs=variables))
+
+    return marks
 
 
 def _configured_ends(checkpoint: Checkpoint) -> frozenset[int]:

@@ -67,6 +67,9 @@ KNOWN_BUT_REFUSED: dict[str, str] = {
 }
 """Architectures that people will bring and that nothing here computes -> why."""
 
+SPEECH_MODELS = ("ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT")
+"""Architectures that hear instead of read (see vkit.speech)."""
+
 _registered: dict[str, ModelClass] = {}
 
 
@@ -96,6 +99,11 @@ def model_class(architecture: str) -> ModelClass:
     for point in entry_points(group=ENTRY_POINT_GROUP, name=architecture):
         plugged: ModelClass = point.load()
         return plugged
+    if architecture in SPEECH_MODELS:
+        raise ModelLoadError(
+            f"architecture {architecture!r} is a speech model, which reads no text",
+            remedy="use vkit transcribe, or vkit serve and /v1/audio/transcriptions",
+        )
     if architecture in KNOWN_BUT_REFUSED:
         reason = KNOWN_BUT_REFUSED[architecture]
         raise ModelLoadError(f"architecture {architecture!r} is known but not computed: {reason}")
@@ -129,6 +137,7 @@ __all__ = [
     "BUILTIN_MODELS",
     "ENTRY_POINT_GROUP",
     "KNOWN_BUT_REFUSED",
+    "SPEECH_MODELS",
     "CausalLM",
     "HFConfig",
     "build_model",
