@@ -33,6 +33,7 @@ RANKS: dict[str, int] = {
     **dict.fromkeys(["vkit.scheduler", "vkit.sampler", "vkit.runner", "vkit.proposers", "vkit.metrics"], 6),
     **dict.fromkeys(["vkit.inputs", "vkit.outputs", "vkit.engine"], 7),
     **dict.fromkeys(["vkit.loading", "vkit.engine_thread", "vkit.beam_search", "vkit.scoring"], 8),
+    **dict.fromkeys(["vkit.conversion", "vkit.inspection"], 8),
     **dict.fromkeys(["vkit.async_engine", "vkit.llm", "vkit.default_model", "vkit.client"], 8),
     **dict.fromkeys(["vkit.server", "vkit.benchmark"], 9),
     **dict.fromkeys(["vkit.command", "vkit.cli", "vkit.manual", "vkit.__main__"], 10),
@@ -64,6 +65,7 @@ CROSSING = {"vkit.kernels": {"vkit.kernels"}, "vkit.errors": set(), "vkit.types"
 COMMANDS_MAY_IMPORT = {
     *("vkit", "vkit.types", "vkit.errors", "vkit.config", "vkit.env", "vkit.engine", "vkit.async_engine", "vkit.llm"),
     *("vkit.server", "vkit.benchmark", "vkit.client", "vkit.text", "vkit.default_model", "vkit.device", "vkit.kernels"),
+    *("vkit.conversion", "vkit.inspection"),
     *("vkit.cli", "vkit.command", "vkit.discovery", "vkit.manual", "vkit.commands", "vkit.models"),
 }
 

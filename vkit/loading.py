@@ -236,11 +236,23 @@ def check_model(args: EngineArgs) -> CheckedModel:
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
     )
     template = _chat_template(tokenizer, args.chat_template)
-    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
-    config = args.resolve(_model_facts(checkpoint, args, specs), _device_facts(device))
+    facts, specs = describe_model(checkpoint, args, device)
+    config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
     return CheckedModel(config, checkpoint, tokenizer, template, specs)
+
+
+def describe_model(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device
+) -> tuple[ModelFacts, list[LayerCacheSpec | None]]:
+    """What settings depend on, and what each layer caches; no weight byte is read.
+
+    Raises:
+        ModelLoadError: the architecture is not computed here, or its configuration contradicts itself.
+    """
+    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
+    return _model_facts(checkpoint, args, specs), specs
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
