@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from vkit.inputs import PromptOptions
     from vkit.llm import LLM
+    from vkit.media import AudioMedia, ImageMedia, VideoMedia
     from vkit.models import register_model
     from vkit.parsers.events import ContentDelta, ReasoningDelta, ToolCallDelta
     from vkit.parsers.json_calls import JsonCalls
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AudioMedia",
     "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
@@ -66,6 +68,7 @@ __all__ = [
     "EngineDeadError",
     "ExitStatus",
     "FinishReason",
+    "ImageMedia",
     "InvalidRequest",
     "JsonCalls",
     "LabelScores",
@@ -88,6 +91,7 @@ __all__ = [
     "ToolCallDelta",
     "ToolReader",
     "UsageError",
+    "VideoMedia",
     "VkitError",
     "XmlCalls",
     "check_constraint",
@@ -102,6 +106,7 @@ _HOMES = {
     "vkit.beam_search": ("BeamSearchParams",),
     "vkit.inputs": ("PromptOptions",),
     "vkit.llm": ("LLM",),
+    "vkit.media": ("AudioMedia", "ImageMedia", "VideoMedia"),
     "vkit.models": ("register_model",),
     "vkit.parsers.events": ("ContentDelta", "ReasoningDelta", "ToolCallDelta"),
     "vkit.parsers.json_calls": ("JsonCalls",),

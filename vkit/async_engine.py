@@ -359,5 +359,8 @@ def _has_running(engine: Engine) -> bool:
 
 
 def _is_long(prompt: Prompt) -> bool:
+    """Whether preparing the prompt may take longer than an event loop should wait."""
+    if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+        return True
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return isinstance(text, str) and len(text) >= _LONG_TEXT

@@ -17,6 +17,8 @@ from typing import Any, Literal
 from vkit.errors import OutOfMemoryPreflight, UsageError
 
 DEFAULT_NUM_BLOCKS = 256
+BLOCK_SIZE_MULTIPLE = 16
+"""Tokens per block come in multiples of this."""
 DEFAULT_MEMORY_UTILIZATION = 0.92
 DENSE_TOKEN_BUDGET = 2048
 MOE_TOKEN_BUDGET = 8192
@@ -96,6 +98,18 @@ class ModelFacts:
             return 0
         page = max(group.page_bytes(block_size) for group in self.cache_groups)
         return page * max(group.num_layers for group in self.cache_groups)
+
+    def block_size_for(self, asked: int) -> int:
+        """Tokens per block: `asked`, or as many more as fill the page that a recurrent layer's state takes.
+
+        States and tokens share pages of one size; a smaller block would leave most of each page empty.
+        """
+        states = [group.bytes_per_unit for group in self.cache_groups if group.kind == "state"]
+        tokens = [group.bytes_per_unit for group in self.cache_groups if group.kind != "state"]
+        if not states or not tokens:
+            return asked
+        filled = math.ceil(max(states) / max(tokens))
+        return max(asked, math.ceil(filled / BLOCK_SIZE_MULTIPLE) * BLOCK_SIZE_MULTIPLE)
 
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
@@ -292,6 +306,12 @@ class EngineArgs:
         notes: list[str] = []
         max_model_len = checked_max_model_len(self.max_model_len, model)
         token_budget = resolve_token_budget(self, max_model_len, model.is_moe)
+        block_size = model.block_size_for(self.block_size)
+        if block_size != self.block_size:
+            notes.append(
+                f"--block-size raised from {self.block_size} to {block_size} tokens, which take the memory of one"
+                " recurrent state"
+            )
         pool = size_pool(self, model, device, max_model_len, token_budget)
         notes.extend(pool.notes)
         prefix_caching = self.enable_prefix_caching
@@ -317,7 +337,7 @@ class EngineArgs:
             reasoning_parser=self.reasoning_parser,
             dtype=resolve_dtype(self.dtype, model.dtype, device),
             device=device.kind,
-            block_size=self.block_size,
+            block_size=block_size,
             num_blocks=pool.num_blocks,
             max_model_len=pool.max_model_len,
             max_num_seqs=self.max_num_seqs,
@@ -518,8 +538,12 @@ class _Sizing:
     token_budget: int
 
     @property
+    def block_size(self) -> int:
+        return self.model.block_size_for(self.args.block_size)
+
+    @property
     def bytes_per_block(self) -> int:
-        return self.model.bytes_per_block(self.args.block_size)
+        return self.model.bytes_per_block(self.block_size)
 
     @property
     def used_bytes(self) -> int:
@@ -528,7 +552,7 @@ class _Sizing:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Pool size that holds one sequence of `num_tokens`, the null block included."""
-        return 1 + self.model.blocks_for(num_tokens, self.args.block_size, self.token_budget)
+        return 1 + self.model.blocks_for(num_tokens, self.block_size, self.token_budget)
 
     def longest_in(self, num_blocks: int) -> int:
         """Longest sequence a pool of `num_blocks` holds, up to max_model_len; 0 if none."""
@@ -595,7 +619,7 @@ class _Sizing:
             raise self.too_small(num_blocks, fits, source)
         note = (
             f"context lowered from {self.max_model_len} to {fits} tokens, which is what {source} holds"
-            f" ({num_blocks} KV blocks of {self.args.block_size}); --max-model-len, --num-blocks or"
+            f" ({num_blocks} KV blocks of {self.block_size}); --max-model-len, --num-blocks or"
             " --kv-cache-memory change it"
         )
         return PoolSize(num_blocks, fits, (note,))
@@ -603,7 +627,7 @@ class _Sizing:
     def too_small(self, num_blocks: int, fits: int, source: str) -> OutOfMemoryPreflight:
         return OutOfMemoryPreflight(
             f"one sequence of {self.max_model_len} tokens needs {self.blocks_for(self.max_model_len)} KV blocks of"
-            f" {self.args.block_size}; {source} gives {num_blocks}",
+            f" {self.block_size}; {source} gives {num_blocks}",
             remedy=f"--max-model-len {fits} would fit" if fits >= 2 else "raise --num-blocks or --kv-cache-memory",
         )
 

@@ -202,6 +202,8 @@ class LLM:
         found = []
         for prompt in _prompt_list(prompts):
             request = self._inputs.process(prompt, SamplingParams(), request_id=self._name())
+            if request.media:
+                raise InvalidRequest("multi_modal_data: beam search takes text only", param="multi_modal_data")
             found.append(
                 beam_search(
                     request,

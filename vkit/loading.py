@@ -297,11 +297,23 @@ def check_model(args: EngineArgs) -> CheckedModel:
         chat_template=template.source if template is not None else None,
         text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
     )
-    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
-    config = args.resolve(_model_facts(checkpoint, args, specs), _device_facts(device))
+    facts, specs = describe_model(checkpoint, args, device)
+    config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
     return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors)
+
+
+def describe_model(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device
+) -> tuple[ModelFacts, list[LayerCacheSpec | None]]:
+    """What settings depend on, and what each layer caches; no weight byte is read.
+
+    Raises:
+        ModelLoadError: the architecture is not computed here, or its configuration contradicts itself.
+    """
+    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
+    return _model_facts(checkpoint, args, specs), specs
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
