@@ -138,6 +138,7 @@ async def _open_job(call: Call, body: ResponsesBody) -> tuple[ResponseJob, bool]
         items,
         streams=bool(body.stream),
         custom_names=tools.custom_names,
+        namespaces=tools.namespaces,
         with_messages=bool(body.enable_response_messages),
     )
     return job, is_stored
