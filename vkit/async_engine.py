@@ -10,11 +10,12 @@ from typing import Any
 from vkit.config import EngineArgs
 from vkit.engine import Engine, PauseMode
 from vkit.engine_thread import EngineThread
-from vkit.errors import EngineDeadError, InvalidRequest
+from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, Prompt, PromptOptions
 from vkit.loading import LoadedModel, ProgressCallback, load_model
 from vkit.metrics import EngineStats, MetricFamily
 from vkit.outputs import merge_outputs
+from vkit.pooling import EmbeddingForm
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer
 from vkit.types import OutputKind, RequestOutput, SamplingParams, StructuredOutputs
@@ -143,6 +144,49 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._thread.abort_one(key)
+
+    @property
+    def embedding(self) -> EmbeddingForm | None:
+        """What the vectors are like, where the model makes embeddings."""
+        return self._loaded.embedding
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
+    ) -> RequestOutput:
+        """The prompt's vector, as `embedding` of the output; cancelling the call aborts the request.
+
+        Raises:
+            InvalidRequest: before anything is queued; names the field.
+            RequestFailed: the vector could not be made.
+            EngineDeadError: the engine stopped.
+        """
+        if request_id is None:
+            self._num_unnamed += 1
+            request_id = f"request-{self._num_unnamed}"
+        keywords: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "options": options}
+        process = self._inputs.process_embedding
+        if _is_long(prompt):
+            request = await asyncio.to_thread(process, prompt, request_id=request_id, **keywords)
+        else:
+            request = process(prompt, request_id=request_id, **keywords)
+        stream = _Stream(self._mailbox(), OutputKind.FINAL_ONLY)
+        key = self._thread.submit(request, stream)
+        output = None
+        try:
+            output = await stream.get()
+        finally:
+            if output is None:
+                self._thread.abort_one(key)
+        if output.embedding is None:
+            (end,) = output.outputs
+            raise RequestFailed(f"the request failed: {end.error or end.finish_reason}")
+        return output
 
     async def check_structured(self, constraint: StructuredOutputs) -> None:
         """Compile a constraint away from the event loop; requests that bring it afterwards find it ready.

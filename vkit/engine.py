@@ -26,6 +26,7 @@ from vkit.inputs import EngineRequest
 from vkit.logits import BatchLogitsProcessor
 from vkit.metrics import SLEEP_STATES, EngineMetrics, EngineStats, MetricFamily, Sample, gauge
 from vkit.outputs import OutputProcessor
+from vkit.pooling import Pooler, Pooling
 from vkit.sampler import Sampler
 from vkit.scheduler import Scheduler, SchedulerLimits
 from vkit.sequence import Plan, Sequence, SequenceUpdate
@@ -89,6 +90,8 @@ class EngineSettings:
     """How keys and values are kept; for display."""
     measures_blocks: bool = False
     enable_jump_forward: bool = False
+    pooling: Pooling | None = None
+    """Set where the model embeds: prompts end with a vector, and nothing is generated."""
 
 
 class Engine:
@@ -127,9 +130,13 @@ class Engine:
             hasher=hasher,
         )
         end_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
-        self.sampler = Sampler(
-            settings.vocab_size, logprobs_mode=settings.logprobs_mode, plugins=plugins, end_ids=end_ids
-        )
+        self.sampler: Sampler | Pooler
+        if settings.pooling is not None:
+            self.sampler = Pooler(settings.pooling)
+        else:
+            self.sampler = Sampler(
+                settings.vocab_size, logprobs_mode=settings.logprobs_mode, plugins=plugins, end_ids=end_ids
+            )
         self.scheduler = Scheduler(
             settings.limits,
             self.cache,
@@ -334,7 +341,8 @@ class Engine:
         sequences = []
         for index in range(count):
             own = params.with_(prompt_logprobs=None) if index and params.prompt_logprobs is not None else params
-            skips_cache = own.prompt_logprobs is not None or own.skip_reading_prefix_cache is True
+            wants_all_rows = isinstance(self.sampler, Pooler) and self.sampler.needs_all_rows
+            skips_cache = own.prompt_logprobs is not None or own.skip_reading_prefix_cache is True or wants_all_rows
             sequences.append(
                 Sequence(
                     id=f"{request.id}#{self._num_requests}.{index}",
@@ -350,6 +358,7 @@ class Engine:
                     seed=seed + index,
                     bad_word_ids=request.bad_word_ids,
                     reads_prefix_cache=not skips_cache,
+                    wants_all_rows=wants_all_rows,
                     pending_grammar=request.compile_grammar() if request.compile_grammar is not None else None,
                     prompt_logprobs=[None] if own.prompt_logprobs is not None else [],
                 )

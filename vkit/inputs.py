@@ -115,6 +115,8 @@ class InputProcessor:
     compile_grammar: GrammarCompiler | None = None
     checks: tuple[RequestCheck, ...] = ()
     has_reasoning_parser: bool = False
+    embeds: bool = False
+    """Whether the model makes embeddings, and generates nothing."""
     clock: Callable[[], float] = time.monotonic
 
     def process(
@@ -133,16 +135,15 @@ class InputProcessor:
             InvalidRequest: anything the engine could not serve; names the field.
         """
         arrival_time = self.clock()
+        if self.embeds:
+            raise InvalidRequest("this model makes embeddings and generates no text", remedy="use embed")
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params: expected SamplingParams, got {params!r}", param="params")
         text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options)
-        token_ids = self._truncated(token_ids, options)
-        self._check_prompt(token_ids)
+        token_ids = self._truncated(token_ids, options, self.max_model_len - 1)
+        self._check_prompt(token_ids, num_generated=1)
         self._check_params(params, options)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequest(f"priority: expected an integer, got {priority!r}", param="priority")
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise InvalidRequest(f"cache_salt: expected a non-empty string, got {cache_salt!r}", param="cache_salt")
+        _check_place(priority, cache_salt)
         grammars = self._grammars_of(params)
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -160,6 +161,38 @@ class InputProcessor:
             stop_token_ids=self._stop_token_ids(params),
             compile_grammar=grammars,
             is_enforceable=grammars.first if grammars is not None else None,
+        )
+
+    def process_embedding(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
+    ) -> EngineRequest:
+        """A prompt to embed, ready for the engine.
+
+        Raises:
+            InvalidRequest: anything the engine could not serve; names the field.
+        """
+        arrival_time = self.clock()
+        if not self.embeds:
+            raise InvalidRequest("this model generates text and makes no embeddings", remedy="use generate or chat")
+        text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options)
+        token_ids = self._truncated(token_ids, options, self.max_model_len)
+        self._check_prompt(token_ids, num_generated=0)
+        _check_place(priority, cache_salt)
+        return EngineRequest(
+            id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=_EMBEDDING_PARAMS,
+            arrival_time=arrival_time,
+            max_total_tokens=len(token_ids) + 1,
+            priority=priority,
+            cache_salt=cache_salt,
         )
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
@@ -206,7 +239,7 @@ class InputProcessor:
             raise InvalidRequest(f"prompt: expected text or token ids, got {type(prompt).__name__}", param="prompt")
         return None, [*cast("Sequence[int]", prompt)], cache_salt
 
-    def _truncated(self, token_ids: list[int], options: PromptOptions) -> list[int]:
+    def _truncated(self, token_ids: list[int], options: PromptOptions, longest: int) -> list[int]:
         limit = options.truncate_prompt_tokens
         if limit is None:
             return token_ids
@@ -219,19 +252,20 @@ class InputProcessor:
             raise InvalidRequest(
                 f"truncation_side: expected left or right, got {options.truncation_side!r}", param="truncation_side"
             )
-        keep = self.max_model_len - 1 if limit == -1 else limit
+        keep = longest if limit == -1 else limit
         return token_ids[-keep:] if options.truncation_side == "left" else token_ids[:keep]
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
+    def _check_prompt(self, token_ids: list[int], *, num_generated: int) -> None:
         if not token_ids:
             raise InvalidRequest(
                 "prompt: no tokens; this tokenizer adds no beginning of sequence, so an empty text says nothing",
                 param="prompt",
             )
-        if len(token_ids) > self.max_model_len - 1:
+        if len(token_ids) > self.max_model_len - num_generated:
+            to_generate = f" and {num_generated} to generate" if num_generated else ""
             raise InvalidRequest(
                 f"prompt: {len(token_ids)} tokens, but the context of {self.max_model_len} tokens leaves room for at"
-                f" most {self.max_model_len - 1} and one to generate",
+                f" most {self.max_model_len - num_generated}{to_generate}",
                 param="prompt",
                 remedy="shorten the prompt, or raise --max-model-len where it is below the model's own limit",
             )
@@ -297,6 +331,20 @@ class InputProcessor:
         if self.compile_grammar is None:
             raise InvalidRequest("structured_outputs: this engine has no grammar backend", param="structured_outputs")
         return _Grammars(self.compile_grammar, constraint, self.compile_grammar(constraint))
+
+
+_EMBEDDING_PARAMS = SamplingParams(
+    max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL_ONLY
+)
+"""What the engine's own machinery needs to know of a prompt that generates nothing."""
+
+
+def _check_place(priority: object, cache_salt: object) -> None:
+    """Refuse a place in the queue or the cache that cannot be."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequest(f"priority: expected an integer, got {priority!r}", param="priority")
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise InvalidRequest(f"cache_salt: expected a non-empty string, got {cache_salt!r}", param="cache_salt")
 
 
 @dataclass(slots=True)

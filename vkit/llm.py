@@ -19,6 +19,7 @@ from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, EngineRequest, Prompt, PromptOptions, checked_token_ids
 from vkit.loading import LoadedModel, ProgressCallback, load_model
 from vkit.metrics import MetricFamily
+from vkit.pooling import shortened
 from vkit.scoring import LabelScores, continuation_logprob, label_scores
 from vkit.text.tokenizer import Tokenizer
 from vkit.types import FinishReason, OutputKind, RequestOutput, SamplingParams
@@ -91,6 +92,10 @@ class LLM:
         ]
         for request in requests:
             _check_enforceable(request)
+        return self._run_all(requests)
+
+    def _run_all(self, requests: list[EngineRequest]) -> list[RequestOutput]:
+        """The last output of each request, in order."""
         inbox = _Inbox()
         keys = [self._thread.submit(request, _Slot(inbox, index)) for index, request in enumerate(requests)]
         results: list[RequestOutput | None] = [None] * len(keys)
@@ -217,6 +222,32 @@ class LLM:
         for output in outputs:
             _check(output)
         return outputs
+
+    # Embeddings
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
+    ) -> list[list[float]]:
+        """One vector of length 1 per prompt, in the same order; `dimensions` shortens it where the model allows that.
+
+        Raises:
+            InvalidRequest: the model generates text, a prompt it cannot take, or a size it was not trained for.
+        """
+        requests = [
+            self._inputs.process_embedding(prompt, request_id=self._name(), options=options)
+            for prompt in _prompt_list(prompts)
+        ]
+        form = self._loaded.embedding
+        assert form is not None, "process_embedding refuses models that do not embed"
+        form.check_dimensions(dimensions)
+        outputs = self._run_all(requests)
+        for output in outputs:
+            _check(output)
+        return [shortened(output.embedding or [], dimensions) for output in outputs]
 
     # Scoring
 

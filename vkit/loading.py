@@ -36,6 +36,7 @@ from vkit.logits import BatchLogitsProcessor
 from vkit.models import HFConfig, build_model, create_model
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
+from vkit.pooling import EmbeddingForm, Pooling, embedding_form
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
@@ -108,6 +109,8 @@ class LoadedModel:
     settings: Mapping[str, Any]
     """The effective configuration in plain JSON values."""
     on_close: Callable[[], None] = lambda: None
+    embedding: EmbeddingForm | None = None
+    """What the vectors are like, where the model makes embeddings."""
 
     @property
     def required_tokenizer(self) -> Tokenizer:
@@ -179,6 +182,7 @@ class CheckedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     cache_specs: Sequence[LayerCacheSpec | None]
+    embedding: EmbeddingForm | None = None
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -193,7 +197,9 @@ class CheckedModel:
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins, checks = _plugins(vocab_size)
         groups = group_layers(list(self.cache_specs))
-        engine = Engine(engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins)
+        embedding = self.embedding
+        own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
+        engine = Engine(own, resident, groups, tokenizer, plugins=plugins)
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -203,6 +209,7 @@ class CheckedModel:
             generation_config=checkpoint.generation_config,
             compile_grammar=grammars.compile,
             checks=checks,
+            embeds=embedding is not None,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
         return_freed_memory()
@@ -211,7 +218,7 @@ class CheckedModel:
             grammars.close()
             resident.close()
 
-        return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, close)
+        return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, close, embedding)
 
 
 def check_model(args: EngineArgs) -> CheckedModel:
@@ -236,11 +243,13 @@ def check_model(args: EngineArgs) -> CheckedModel:
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
     )
     template = _chat_template(tokenizer, args.chat_template)
-    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
+    model = create_model(checkpoint, _provisional(args, checkpoint, device))
+    specs = model.cache_specs()
+    embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if model.embeds else None
     config = args.resolve(_model_facts(checkpoint, args, specs), _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
-    return CheckedModel(config, checkpoint, tokenizer, template, specs)
+    return CheckedModel(config, checkpoint, tokenizer, template, specs, embedding)
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
@@ -253,12 +262,12 @@ def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> Lo
     return check_model(args).load(progress)
 
 
-def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
-    """The engine's own part of the configuration."""
+def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | None = None) -> EngineSettings:
+    """The engine's own part of the configuration. A model that embeds fills its context with the prompt alone."""
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
+        max_model_len=config.max_model_len + (pooling is not None),
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
@@ -277,6 +286,7 @@ def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
         cache_dtype=config.dtype,
+        pooling=pooling,
     )
 
 

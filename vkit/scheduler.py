@@ -243,6 +243,9 @@ class Scheduler:
             if samples.errors and index in samples.errors:
                 self.finish(sequence, FinishReason.ERROR, error=samples.errors[index])
                 updates.append(SequenceUpdate(sequence, []))
+            elif index in samples.complete:
+                self.finish(sequence, FinishReason.STOP)
+                updates.append(SequenceUpdate(sequence, []))
             elif item.samples:
                 if item.num_drafts:
                     self._settle_drafts(item, len(token_ids))
@@ -403,7 +406,9 @@ class Scheduler:
         samples = end >= known
         num_drafts = max(0, end - known)
         num_logits = 1 + num_drafts if samples else 0
-        if sequence.wants_prompt_logprobs:
+        if sequence.wants_all_rows:
+            num_logits = want
+        elif sequence.wants_prompt_logprobs:
             first_row = max(start, len(sequence.prompt_logprobs) - 1)
             num_logits = max(num_logits, end - first_row)
         work.items[sequence.id] = ScheduledSequence(sequence, start, want, num_logits, samples, num_drafts)

@@ -80,6 +80,10 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """params.bad_words as token ids."""
     reads_prefix_cache: bool = True
+    wants_all_rows: bool = False
+    """Whether every prompt position's row is wanted of the model, not only the last."""
+    embedding: list[float] | None = None
+    """What an engine that embeds made of the prompt."""
     grammar: Grammar | None = None
     pending_grammar: Future[Grammar] | None = None
     """Compilation in progress; the sequence waits in WAITING_FOR_GRAMMAR until it is done."""
@@ -229,6 +233,8 @@ class StepSamples:
     """Accepted tokens per item; empty where the item does not sample."""
     logprobs: list[list[PositionLogprobs] | None]
     """One entry per token where log-probabilities were asked for."""
+    complete: set[int] = field(default_factory=set)
+    """Indices of items whose sequence is done without a token: its embedding is made."""
     errors: dict[int, str] = field(default_factory=dict)
     """Item index -> what went wrong with this row alone."""
     num_corrupted: int = 0
