@@ -219,3 +219,9 @@ def test_bodies_that_are_no_form(hearer: Any) -> None:
     broken = httpx.post(url, content=b"--x\r\nnonsense", headers={"content-type": "multipart/form-data; boundary=x"})
     assert broken.status_code == 400
     assert "multipart" in broken.json()["error"]["message"]
+
+
+def test_engine_flags_mean_nothing_to_a_speech_model(launch_once: Any, tmp_path: Path) -> None:
+    made = launch_once(tiny(tmp_path / "hearer", "parakeet_ctc"), "--num-blocks", "99")
+    assert made.stop() == 2
+    assert "--num-blocks: has no effect on a speech model" in made.lines[-1]

@@ -12,7 +12,6 @@ from vkit.errors import ExitStatus, UsageError
 from vkit.loaders import open_checkpoint
 from vkit.loading import check_model
 from vkit.models import SPEECH_MODELS
-from vkit.parsers.output import open_parsers
 from vkit.server.engine_protocol import Engine
 from vkit.server.lifecycle import NetworkSettings, Service, open_socket
 from vkit.server.settings import ModelKind, ServerSettings
@@ -33,15 +32,8 @@ def serve_model(args: EngineArgs, settings: ServerSettings, network: NetworkSett
     checked = check_model(args)
     if checked.embedding is not None:
         settings = replace(settings, model_kind=ModelKind.EMBEDDING)
-    template = checked.chat_template
-    parsers = open_parsers(
-        settings.tool_call_parser,
-        settings.reasoning_parser,
-        chat_template=template.source if template is not None else None,
-        text_of=lambda token_ids: checked.tokenizer.decode(token_ids, skip_special_tokens=False),
-    )
     state = ServerState(settings, max_model_len=checked.config.max_model_len)
-    state.parsers = parsers
+    state.parsers = checked.parsers
 
     async def load() -> Engine:
         return await asyncio.to_thread(lambda: AsyncLLM.from_loaded(checked.load()))
@@ -50,7 +42,10 @@ def serve_model(args: EngineArgs, settings: ServerSettings, network: NetworkSett
 
 
 _SPEECH_ARGS = frozenset(
-    {"model", "tokenizer", "tokenizer_config", "device", "dtype", "threads", "no_mmap", "max_num_seqs", "max_logprobs"}
+    (
+        *("model", "tokenizer", "tokenizer_config", "device", "dtype", "threads", "no_mmap"),
+        *("max_num_seqs", "max_logprobs", "served_model_name"),
+    )
 )
 """Engine settings that mean something for a speech model, and those the command itself always sets."""
 
