@@ -31,7 +31,7 @@ RANKS: dict[str, int] = {
     **dict.fromkeys(["vkit.models", "vkit.structured", "vkit.parsers"], 5),
     **dict.fromkeys(["vkit.logits", "vkit.randomness"], 5),
     **dict.fromkeys(["vkit.scheduler", "vkit.sampler", "vkit.runner", "vkit.proposers", "vkit.metrics"], 6),
-    **dict.fromkeys(["vkit.speech", "vkit.pooling"], 6),
+    **dict.fromkeys(["vkit.speech", "vkit.pooling", "vkit.adapters"], 6),
     **dict.fromkeys(["vkit.inputs", "vkit.outputs", "vkit.engine"], 7),
     **dict.fromkeys(["vkit.loading", "vkit.engine_thread", "vkit.beam_search", "vkit.scoring"], 8),
     **dict.fromkeys(["vkit.async_engine", "vkit.llm", "vkit.default_model", "vkit.client"], 8),

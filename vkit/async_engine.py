@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vkit.config import EngineArgs
@@ -114,6 +115,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; closing the iterator early aborts the request.
@@ -130,7 +132,7 @@ class AsyncLLM:
         if request_id is None:
             self._num_unnamed += 1
             request_id = f"request-{self._num_unnamed}"
-        keywords: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "options": options}
+        keywords: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "lora": lora, "options": options}
         if _is_long(prompt):
             request = await asyncio.to_thread(self._inputs.process, prompt, params, request_id=request_id, **keywords)
         else:
@@ -161,6 +163,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> RequestOutput:
         """The prompt's vector, as `embedding` of the output; cancelling the call aborts the request.
@@ -173,7 +176,7 @@ class AsyncLLM:
         if request_id is None:
             self._num_unnamed += 1
             request_id = f"request-{self._num_unnamed}"
-        keywords: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "options": options}
+        keywords: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "lora": lora, "options": options}
         process = self._inputs.process_embedding
         if _is_long(prompt):
             request = await asyncio.to_thread(process, prompt, request_id=request_id, **keywords)
@@ -265,6 +268,30 @@ class AsyncLLM:
             chat_template=chat_template,
             variables=chat_template_kwargs,
         )
+
+    # Adapters
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, for `lora=` of the methods above; none where `enable_lora` is off."""
+        return self._loaded.adapters.names() if self._loaded.adapters is not None else ()
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """Load an adapter in PEFT's layout under a name, away from the event loop.
+
+        Raises:
+            InvalidRequest: the engine runs without adapters, or the name is taken.
+            CheckpointError: the adapter is damaged, unsupported, or made for another model.
+        """
+        await asyncio.to_thread(self._loaded.required_adapters.load, name, Path(path))
+
+    async def unload_lora(self, name: str) -> None:
+        """Forget an adapter; requests under way finish with it.
+
+        Raises:
+            InvalidRequest: there is none of that name.
+        """
+        self._loaded.required_adapters.unload(name)
 
     # Control
 

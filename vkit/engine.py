@@ -355,6 +355,7 @@ class Engine:
                     stop_token_ids=request.stop_token_ids,
                     max_total_tokens=request.max_total_tokens,
                     cache_salt=request.cache_salt,
+                    adapter=request.adapter,
                     seed=seed + index,
                     bad_word_ids=request.bad_word_ids,
                     media=request.media,
@@ -524,6 +525,18 @@ class Engine:
             cache_settings=self._cache_settings(),
         )
 
+    def _adapter_families(self) -> list[MetricFamily]:
+        """Which adapters run and wait, where requests may choose one."""
+        limit = self.settings.limits.max_loras
+        if not limit:
+            return []
+        labels = {
+            "max_lora": str(limit),
+            "waiting_lora_adapters": _adapter_names(self.scheduler.waiting()),
+            "running_lora_adapters": _adapter_names(self.scheduler.running),
+        }
+        return [gauge("vllm:lora_requests_info", "Adapters that run and wait, as labels", time.time(), labels)]
+
     def metric_families(self) -> list[MetricFamily]:
         """A snapshot of everything measured, gauges included."""
         scheduler = self.scheduler
@@ -544,8 +557,13 @@ class Engine:
             gauge("vllm:kv_cache_usage_perc", "Share of the cache blocks in use, 0..1", self.pool.usage),
             MetricFamily("vllm:engine_sleep_state", "gauge", "1 for the state the engine is in", sleeping),
             gauge("vllm:cache_config_info", "Cache settings, as labels", 1, self._cache_settings()),
+            *self._adapter_families(),
             *self.metrics.families(),
         ]
+
+
+def _adapter_names(sequences: Iterable[Sequence]) -> str:
+    return ",".join(sorted({item.adapter.name for item in sequences if item.adapter is not None}))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, cast
 
 from vkit.errors import InvalidRequest
 from vkit.media import Media, MediaLimits, MediaProcessor, PlacedMedia, PlacedPrompt, checked_media
-from vkit.sequence import Grammar, RopePositions
+from vkit.sequence import AdapterRef, Grammar, RopePositions
 from vkit.thinking import ThinkingBudget, thinking_budget
 from vkit.types import WHOLE_VOCABULARY, OutputKind, ReasoningMarks, SamplingParams, StructuredOutputs
 
@@ -87,6 +87,7 @@ class EngineRequest:
     """Images, videos and sound, at their places among the prompt's tokens."""
     rope_positions: RopePositions | None = None
     position_delta: int = 0
+    adapter: AdapterRef | None = None
     is_enforceable: Future[Grammar] | None = None
     """Done once the constraint is compiled; fails with InvalidRequest. To be waited for before queueing."""
 
@@ -139,6 +140,8 @@ class InputProcessor:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     compile_grammar: GrammarCompiler | None = None
     checks: tuple[RequestCheck, ...] = ()
+    find_adapter: Callable[[str], AdapterRef] | None = None
+    """The adapter of a name, or InvalidRequest; None: the engine runs without adapters."""
     embeds: bool = False
     """Whether the model makes embeddings, and generates nothing."""
     media: MediaProcessor | None = None
@@ -158,6 +161,7 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> EngineRequest:
         """A request ready for the engine.
@@ -198,6 +202,7 @@ class InputProcessor:
             media=placed.media,
             rope_positions=placed.rope_positions,
             position_delta=placed.position_delta,
+            adapter=self._adapter(lora),
             is_enforceable=grammars.first if grammars is not None else None,
         )
 
@@ -208,6 +213,7 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> EngineRequest:
         """A prompt to embed, ready for the engine.
@@ -234,7 +240,15 @@ class InputProcessor:
             max_total_tokens=len(token_ids) + 1,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=self._adapter(lora),
         )
+
+    def _adapter(self, name: str | None) -> AdapterRef | None:
+        if name is None:
+            return None
+        if self.find_adapter is None:
+            raise InvalidRequest("lora: this engine runs without adapters", param="lora", remedy="use --enable-lora")
+        return self.find_adapter(name)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Parameters with the model's own recommendations where `given` says nothing."""

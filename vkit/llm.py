@@ -9,6 +9,7 @@ import itertools
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -66,6 +67,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> list[RequestOutput]:
         """One output per prompt, in the same order. One `params` serves all prompts, a list gives each its own.
@@ -86,6 +88,7 @@ class LLM:
                 request_id=self._name(),
                 priority=place,
                 cache_salt=cache_salt,
+                lora=lora,
                 options=options,
             )
             for prompt, own, place in zip(listed, chosen, priorities, strict=True)
@@ -116,6 +119,7 @@ class LLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> Iterator[RequestOutput]:
         """What is new after each step. Closing the iterator early aborts the request.
@@ -133,6 +137,7 @@ class LLM:
             request_id=self._name(),
             priority=priority,
             cache_salt=cache_salt,
+            lora=lora,
             options=options,
         )
         _check_enforceable(request)
@@ -161,6 +166,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         """One output per conversation; `messages` is one conversation or a list of them.
 
@@ -187,6 +193,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str | None = None,
     ) -> Iterator[RequestOutput]:
         """The answer to one conversation as it comes."""
         prompt = self._chat_prompt(messages, tools, add_generation_prompt, chat_template, chat_template_kwargs)
@@ -236,6 +243,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         dimensions: int | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> list[list[float]]:
         """One vector of length 1 per prompt, in the same order; `dimensions` shortens it where the model allows that.
@@ -244,7 +252,7 @@ class LLM:
             InvalidRequest: the model generates text, a prompt it cannot take, or a size it was not trained for.
         """
         requests = [
-            self._inputs.process_embedding(prompt, request_id=self._name(), options=options)
+            self._inputs.process_embedding(prompt, request_id=self._name(), lora=lora, options=options)
             for prompt in _prompt_list(prompts)
         ]
         form = self._loaded.embedding
@@ -351,6 +359,30 @@ class LLM:
             chat_template=chat_template,
             variables=chat_template_kwargs,
         )
+
+    # Adapters
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, for `lora=` of the methods above."""
+        return self._loaded.required_adapters.names()
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Load an adapter in PEFT's layout under a name.
+
+        Raises:
+            InvalidRequest: the engine runs without adapters (`enable_lora`), or the name is taken.
+            CheckpointError: the adapter is damaged, unsupported, or made for another model.
+        """
+        self._loaded.required_adapters.load(name, Path(path))
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter; requests under way finish with it.
+
+        Raises:
+            InvalidRequest: there is none of that name.
+        """
+        self._loaded.required_adapters.unload(name)
 
     # Control
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vkit import discovery, kernels
+from vkit.adapters import AdapterRegistry, let_listen, open_adapters
 from vkit.cache.groups import LayerCacheSpec, group_layers
 from vkit.config import (
     CacheGroupFacts,
@@ -31,6 +32,7 @@ from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
+from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
@@ -67,8 +69,15 @@ class ResidentModel:
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, progress: ProgressCallback | None) -> None:
         self._checkpoint = checkpoint
         self._config = config
-        self._model: CausalLM | None = build_model(checkpoint, config, progress)
-        self._runner: Runner | None = Runner(self._model, config, config.num_blocks)
+        self._switch = AdapterSwitch() if config.enable_lora else None
+        self._model: CausalLM | None = self._build(progress)
+        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, self._switch)
+
+    def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
+        model = build_model(self._checkpoint, self._config, progress)
+        if self._switch is not None:
+            let_listen(model, self._switch)
+        return model
 
     copies_states = Runner.copies_states
 
@@ -91,11 +100,11 @@ class ResidentModel:
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
         if self._model is None and "weights" in tags:
-            self._model = build_model(self._checkpoint, self._config)
+            self._model = self._build()
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
-            self._runner = Runner(self._model, self._config, self._config.num_blocks)
+            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._switch)
 
     def close(self) -> None:
         """Free everything."""
@@ -121,6 +130,19 @@ class LoadedModel:
     on_close: Callable[[], None] = lambda: None
     embedding: EmbeddingForm | None = None
     """What the vectors are like, where the model makes embeddings."""
+    adapters: AdapterRegistry | None = None
+    """What requests may choose among; None: the engine runs without adapters."""
+
+    @property
+    def required_adapters(self) -> AdapterRegistry:
+        """The adapters.
+
+        Raises:
+            InvalidRequest: the engine runs without any.
+        """
+        if self.adapters is None:
+            raise InvalidRequest("lora: this engine runs without adapters", param="lora", remedy="use --enable-lora")
+        return self.adapters
 
     @property
     def required_tokenizer(self) -> Tokenizer:
@@ -224,6 +246,7 @@ class CheckedModel:
     processors: tuple[_Processor, ...] = ()
     """Batch-level logits processors, installed and named."""
     embedding: EmbeddingForm | None = None
+    adapters: AdapterRegistry | None = None
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -253,6 +276,7 @@ class CheckedModel:
             reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
             embeds=embedding is not None,
+            find_adapter=self.adapters.find if self.adapters is not None else None,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
         settings["logits_processors"] = [processor.name for processor in self.processors]
@@ -273,6 +297,7 @@ class CheckedModel:
             config.chat_template_content_format,
             on_close=close,
             embedding=embedding,
+            adapters=self.adapters,
         )
 
 
@@ -311,7 +336,16 @@ def check_model(args: EngineArgs) -> CheckedModel:
     config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
-    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding)
+    adapters = _adapters(checkpoint, config) if config.enable_lora else None
+    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding, adapters)
+
+
+def _adapters(checkpoint: Checkpoint, config: EngineConfig) -> AdapterRegistry:
+    """The adapters named at start."""
+    modules = dict(item.split("=", 1) for item in config.lora_modules)
+    for name in modules.keys() & set(config.served_model_name):
+        raise UsageError(f"--lora-modules: {name!r} is the name of the model itself")
+    return open_adapters(checkpoint, config, {name: Path(path) for name, path in modules.items()})
 
 
 def describe_model(
@@ -346,6 +380,7 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
+        max_loras=config.max_loras,
     )
     return EngineSettings(
         limits=limits,

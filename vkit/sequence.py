@@ -64,6 +64,18 @@ class Grammar(Protocol):
         """Return to the start."""
 
 
+class AdapterRef(Protocol):
+    """A low-rank adapter as the host knows it."""
+
+    @property
+    def name(self) -> str:
+        """What requests call it."""
+
+    @property
+    def key(self) -> str:
+        """What keys and values computed with it depend on: the name and a digest of the weights."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence inside the engine core."""
@@ -88,6 +100,8 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """params.bad_words as token ids."""
     reads_prefix_cache: bool = True
+    adapter: AdapterRef | None = None
+    """The low-rank adapter it runs with."""
     wants_all_rows: bool = False
     """Whether every prompt position's row is wanted of the model, not only the last."""
     embedding: list[float] | None = None
