@@ -9,6 +9,7 @@ import itertools
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from vkit.loading import LoadedModel, ProgressCallback, load_model
 from vkit.media import KINDS, Media, MediaKind
 from vkit.media.conversation import split_media
 from vkit.metrics import MetricFamily
+from vkit.pooling import shortened
 from vkit.scoring import LabelScores, continuation_logprob, label_scores
 from vkit.text.tokenizer import Tokenizer
 from vkit.types import FinishReason, OutputKind, RequestOutput, SamplingParams
@@ -67,6 +69,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> list[RequestOutput]:
         """One output per prompt, in the same order. One `params` serves all prompts, a list gives each its own.
@@ -87,12 +90,17 @@ class LLM:
                 request_id=self._name(),
                 priority=place,
                 cache_salt=cache_salt,
+                lora=lora,
                 options=options,
             )
             for prompt, own, place in zip(listed, chosen, priorities, strict=True)
         ]
         for request in requests:
             _check_enforceable(request)
+        return self._run_all(requests)
+
+    def _run_all(self, requests: list[EngineRequest]) -> list[RequestOutput]:
+        """The last output of each request, in order."""
         inbox = _Inbox()
         keys = [self._thread.submit(request, _Slot(inbox, index)) for index, request in enumerate(requests)]
         results: list[RequestOutput | None] = [None] * len(keys)
@@ -113,6 +121,7 @@ class LLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> Iterator[RequestOutput]:
         """What is new after each step. Closing the iterator early aborts the request.
@@ -130,6 +139,7 @@ class LLM:
             request_id=self._name(),
             priority=priority,
             cache_salt=cache_salt,
+            lora=lora,
             options=options,
         )
         _check_enforceable(request)
@@ -158,6 +168,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         """One output per conversation; `messages` is one conversation or a list of them.
 
@@ -187,6 +198,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str | None = None,
     ) -> Iterator[RequestOutput]:
         """The answer to one conversation as it comes."""
         prompt = self._chat_prompt(messages, tools, add_generation_prompt, chat_template, chat_template_kwargs)
@@ -245,6 +257,33 @@ class LLM:
         for output in outputs:
             _check(output)
         return outputs
+
+    # Embeddings
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        lora: str | None = None,
+        options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
+    ) -> list[list[float]]:
+        """One vector of length 1 per prompt, in the same order; `dimensions` shortens it where the model allows that.
+
+        Raises:
+            InvalidRequest: the model generates text, a prompt it cannot take, or a size it was not trained for.
+        """
+        requests = [
+            self._inputs.process_embedding(prompt, request_id=self._name(), lora=lora, options=options)
+            for prompt in _prompt_list(prompts)
+        ]
+        form = self._loaded.embedding
+        assert form is not None, "process_embedding refuses models that do not embed"
+        form.check_dimensions(dimensions)
+        outputs = self._run_all(requests)
+        for output in outputs:
+            _check(output)
+        return [shortened(output.embedding or [], dimensions) for output in outputs]
 
     # Scoring
 
@@ -342,6 +381,30 @@ class LLM:
             chat_template=chat_template,
             variables=chat_template_kwargs,
         )
+
+    # Adapters
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, for `lora=` of the methods above."""
+        return self._loaded.required_adapters.names()
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Load an adapter in PEFT's layout under a name.
+
+        Raises:
+            InvalidRequest: the engine runs without adapters (`enable_lora`), or the name is taken.
+            CheckpointError: the adapter is damaged, unsupported, or made for another model.
+        """
+        self._loaded.required_adapters.load(name, Path(path))
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter; requests under way finish with it.
+
+        Raises:
+            InvalidRequest: there is none of that name.
+        """
+        self._loaded.required_adapters.unload(name)
 
     # Control
 
