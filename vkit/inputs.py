@@ -227,7 +227,7 @@ class InputProcessor:
         arrival_time = self.clock()
         if not self.embeds:
             raise InvalidRequest("this model generates text and makes no embeddings", remedy="use generate or chat")
-        media = self._read_media(prompt)
+        media = self._read_media(prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None)
         if media:
             raise InvalidRequest("multi_modal_data: embeddings are made of text only", param="multi_modal_data")
         text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options, has_media=False)
