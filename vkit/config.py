@@ -17,6 +17,8 @@ from typing import Any, Literal
 from vkit.errors import OutOfMemoryPreflight, UsageError
 
 DEFAULT_NUM_BLOCKS = 256
+BLOCK_SIZE_MULTIPLE = 16
+"""Tokens per block come in multiples of this."""
 DEFAULT_MEMORY_UTILIZATION = 0.92
 DENSE_TOKEN_BUDGET = 2048
 MOE_TOKEN_BUDGET = 8192
@@ -38,6 +40,7 @@ PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 CPU_PRECISIONS = ("fast", "exact")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance")
+CONTENT_FORMATS = ("auto", "string", "openai")
 CACHE_KINDS = ("full", "sliding", "state")
 
 
@@ -96,6 +99,18 @@ class ModelFacts:
         page = max(group.page_bytes(block_size) for group in self.cache_groups)
         return page * max(group.num_layers for group in self.cache_groups)
 
+    def block_size_for(self, asked: int) -> int:
+        """Tokens per block: `asked`, or as many more as fill the page that a recurrent layer's state takes.
+
+        States and tokens share pages of one size; a smaller block would leave most of each page empty.
+        """
+        states = [group.bytes_per_unit for group in self.cache_groups if group.kind == "state"]
+        tokens = [group.bytes_per_unit for group in self.cache_groups if group.kind != "state"]
+        if not states or not tokens:
+            return asked
+        filled = math.ceil(max(states) / max(tokens))
+        return max(asked, math.ceil(filled / BLOCK_SIZE_MULTIPLE) * BLOCK_SIZE_MULTIPLE)
+
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
         return sum(group.blocks_for(num_tokens, block_size, token_budget) for group in self.cache_groups)
@@ -135,6 +150,8 @@ class EngineArgs:
     """A file that replaces the checkpoint's tokenizer_config.json."""
     chat_template: str | None = None
     """A template file, or the template itself, that replaces the model's own."""
+    chat_template_content_format: str = "auto"
+    """How templates get message contents: "string", "openai" (lists of parts), or "auto": what the template reads."""
     served_model_name: str | Sequence[str] | None = None
     """Names that requests may call the model; the first is shown. None: the base name of `model`."""
     tool_parser: str = "hermes"
@@ -176,6 +193,10 @@ class EngineArgs:
     hf_overrides: Mapping[str, Any] | str | None = None
     """Keys of config.json to replace; a mapping, or a JSON object as text."""
     logprobs_mode: str = "raw_logprobs"
+    logits_processors: str | Sequence[str] = ()
+    """Classes that edit every step's logits, as "module:Class", beside the installed ones."""
+    kv_cache_metrics: bool = False
+    """Measure how long blocks of the KV cache live, idle and wait to be used again."""
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for per position; -1: no limit."""
     deterministic: bool = False
@@ -198,6 +219,8 @@ class EngineArgs:
             if (value is not None or name.endswith("_parser")) and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
         object.__setattr__(self, "served_model_name", _names(self.served_model_name))
+        object.__setattr__(self, "logits_processors", _class_paths(self.logits_processors))
+        _check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
@@ -230,7 +253,14 @@ class EngineArgs:
         for name in ("enable_prefix_caching", "async_scheduling"):
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
-        for name in ("enable_chunked_prefill", "enable_jump_forward", "deterministic", "gguf_dequantize", "no_mmap"):
+        for name in (
+            "enable_chunked_prefill",
+            "enable_jump_forward",
+            "deterministic",
+            "gguf_dequantize",
+            "no_mmap",
+            "kv_cache_metrics",
+        ):
             _check_bool(name, getattr(self, name))
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
@@ -276,6 +306,12 @@ class EngineArgs:
         notes: list[str] = []
         max_model_len = checked_max_model_len(self.max_model_len, model)
         token_budget = resolve_token_budget(self, max_model_len, model.is_moe)
+        block_size = model.block_size_for(self.block_size)
+        if block_size != self.block_size:
+            notes.append(
+                f"--block-size raised from {self.block_size} to {block_size} tokens, which take the memory of one"
+                " recurrent state"
+            )
         pool = size_pool(self, model, device, max_model_len, token_budget)
         notes.extend(pool.notes)
         prefix_caching = self.enable_prefix_caching
@@ -295,12 +331,13 @@ class EngineArgs:
             tokenizer=self.tokenizer,
             tokenizer_config=self.tokenizer_config,
             chat_template=self.chat_template,
+            chat_template_content_format=self.chat_template_content_format,
             served_model_name=tuple(self.served_model_name or (_base_name(self.model),)),
             tool_parser=self.tool_parser,
             reasoning_parser=self.reasoning_parser,
             dtype=resolve_dtype(self.dtype, model.dtype, device),
             device=device.kind,
-            block_size=self.block_size,
+            block_size=block_size,
             num_blocks=pool.num_blocks,
             max_model_len=pool.max_model_len,
             max_num_seqs=self.max_num_seqs,
@@ -318,6 +355,8 @@ class EngineArgs:
             seed=self.seed,
             hf_overrides=dict(overrides or {}),
             logprobs_mode=self.logprobs_mode,
+            logits_processors=tuple(self.logits_processors),
+            kv_cache_metrics=self.kv_cache_metrics,
             max_logprobs=self.max_logprobs,
             deterministic=self.deterministic,
             threads=self.threads or device.num_threads,
@@ -337,6 +376,7 @@ class EngineConfig:
     tokenizer: str | None = None
     tokenizer_config: str | None = None
     chat_template: str | None = None
+    chat_template_content_format: str = "auto"
     served_model_name: tuple[str, ...] = ()
     tool_parser: str = "hermes"
     reasoning_parser: str = "none"
@@ -364,6 +404,8 @@ class EngineConfig:
     seed: int | None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     logprobs_mode: str
+    logits_processors: tuple[str, ...] = ()
+    kv_cache_metrics: bool = False
     max_logprobs: int
     deterministic: bool
     threads: int
@@ -389,6 +431,15 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if names is not None and (not names or not all(isinstance(name, str) and name for name in names)):
         raise UsageError(f"--served-model-name: expected a name or several, none of them empty, got {given!r}")
     return None if names is None else tuple(dict.fromkeys(names))
+
+
+def _class_paths(given: str | Sequence[str]) -> tuple[str, ...]:
+    paths = (given,) if isinstance(given, str) else tuple(given)
+    for path in paths:
+        parts = path.split(":") if isinstance(path, str) else ()
+        if len(parts) != 2 or not all(part.isidentifier() for whole in parts for part in whole.split(".")):
+            raise UsageError(f"--logits-processors: expected module:Class, got {path!r}")
+    return tuple(dict.fromkeys(paths))
 
 
 def _base_name(model: str) -> str:
@@ -487,8 +538,12 @@ class _Sizing:
     token_budget: int
 
     @property
+    def block_size(self) -> int:
+        return self.model.block_size_for(self.args.block_size)
+
+    @property
     def bytes_per_block(self) -> int:
-        return self.model.bytes_per_block(self.args.block_size)
+        return self.model.bytes_per_block(self.block_size)
 
     @property
     def used_bytes(self) -> int:
@@ -497,7 +552,7 @@ class _Sizing:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Pool size that holds one sequence of `num_tokens`, the null block included."""
-        return 1 + self.model.blocks_for(num_tokens, self.args.block_size, self.token_budget)
+        return 1 + self.model.blocks_for(num_tokens, self.block_size, self.token_budget)
 
     def longest_in(self, num_blocks: int) -> int:
         """Longest sequence a pool of `num_blocks` holds, up to max_model_len; 0 if none."""
@@ -564,7 +619,7 @@ class _Sizing:
             raise self.too_small(num_blocks, fits, source)
         note = (
             f"context lowered from {self.max_model_len} to {fits} tokens, which is what {source} holds"
-            f" ({num_blocks} KV blocks of {self.args.block_size}); --max-model-len, --num-blocks or"
+            f" ({num_blocks} KV blocks of {self.block_size}); --max-model-len, --num-blocks or"
             " --kv-cache-memory change it"
         )
         return PoolSize(num_blocks, fits, (note,))
@@ -572,7 +627,7 @@ class _Sizing:
     def too_small(self, num_blocks: int, fits: int, source: str) -> OutOfMemoryPreflight:
         return OutOfMemoryPreflight(
             f"one sequence of {self.max_model_len} tokens needs {self.blocks_for(self.max_model_len)} KV blocks of"
-            f" {self.args.block_size}; {source} gives {num_blocks}",
+            f" {self.block_size}; {source} gives {num_blocks}",
             remedy=f"--max-model-len {fits} would fit" if fits >= 2 else "raise --num-blocks or --kv-cache-memory",
         )
 

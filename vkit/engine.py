@@ -401,6 +401,7 @@ class Engine:
             self.abort(request_id)
         self._settle()
         self.cache.reset_prefix_cache()
+        self.scheduler.media.clear()
         _sleeper(self.runner).sleep(level)
         self.sleep_level = level
 
@@ -463,6 +464,8 @@ class Engine:
         metrics.prefix_cache_queries.value = stats.num_queries
         metrics.prefix_cache_hits.value = stats.num_hits
         metrics.preemptions.value = self.scheduler.num_preemptions
+        metrics.mm_queries.value = self.scheduler.media.num_queries
+        metrics.mm_hits.value = self.scheduler.media.num_hits
         now = self._clock()
         if now - self._logged_time >= LOG_INTERVAL_S:
             self._log_activity(now)

@@ -323,7 +323,10 @@ class InputProcessor:
             name = "stop" if params.stop else "bad_words"
             raise InvalidRequest(f"{name}: this engine has no tokenizer", param=name)
         for check in self.checks:
-            check(params)
+            try:
+                check(params)
+            except (TypeError, ValueError, LookupError) as error:  # plug-ins know no errors of ours
+                raise InvalidRequest(f"extra_args (vllm_xargs): {error}", param="extra_args") from None
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each word alone, and as it would follow a space where that only changes its first token."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from vkit.media import PlacedMedia
+from vkit.media import MediaInput, PlacedMedia
 from vkit.thinking import ThinkingBudget
 from vkit.types import FinishReason, PositionLogprobs, SamplingParams
 
@@ -221,6 +221,17 @@ class StateCopy:
 
 
 @dataclass(slots=True)
+class MediaOrders:
+    """What a step does about encoded media before it runs: first the clearing, then the freeing, then the encoding."""
+
+    encode: list[MediaInput] = field(default_factory=list)
+    free: list[bytes] = field(default_factory=list)
+    """Digests of items to forget."""
+    clears: bool = False
+    """Forget all of them first."""
+
+
+@dataclass(slots=True)
 class Plan:
     """What one step runs, in row order. Logits rows follow the same order."""
 
@@ -230,6 +241,7 @@ class Plan:
     """Sequences that ended since the last plan: their state rows may be dropped."""
     state_copies: list[StateCopy] = field(default_factory=list)
     """To be done in this order, before anything of the step is written."""
+    media: MediaOrders = field(default_factory=MediaOrders)
 
     @property
     def num_tokens(self) -> int:

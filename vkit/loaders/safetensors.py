@@ -103,6 +103,7 @@ class SafetensorsCheckpoint(Checkpoint):
         generation = path / "generation_config.json"
         self.generation_config = _read_object(generation) if generation.exists() else {}
         scheme = _declared_scheme(path, self.config)
+        self.quantization = None if scheme is None else scheme.name
         self._storages: list[Storage] = []
         self._entries: dict[str, _Entry] = {}
         for shard in self._shards():

@@ -10,7 +10,7 @@ import importlib
 from importlib.metadata import entry_points
 
 from vkit.errors import ModelLoadError
-from vkit.models.base import CausalLM, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
+from vkit.models.base import CausalLM, MediaContext, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
 from vkit.models.hf_config import HFConfig
 from vkit.models.loading import check_tensors, load_weights
 
@@ -50,6 +50,7 @@ BUILTIN_MODELS: dict[str, str] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5",
@@ -140,6 +141,7 @@ __all__ = [
     "SPEECH_MODELS",
     "CausalLM",
     "HFConfig",
+    "MediaContext",
     "build_model",
     "check_tensors",
     "create_model",
