@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from vkit.video.h3.encoder_weights import EncoderWeights
+from vkit.video.h3.geometry import Size
 from vkit.video.h3.presentation import (
     Piece,
     Presentation,
@@ -21,6 +23,7 @@ from vkit.video.h3.presentation import (
     reference_pieces,
 )
 from vkit.video.h3.text_tower import TextTower
+from vkit.video.h3.vision import PatchShape, VisionTower, features
 from vkit.video.h3.weights import Residency
 
 CPU = Residency(torch.device("cpu"), "none")
@@ -112,3 +115,38 @@ def test_tags_follow_the_kind_of_token() -> None:
     assert shown.tags == (1, 1, 0, 0, 0, 0, 1)
     assert shown.pads.tolist() == [3, 4]
     assert shown.positions.tolist() == [[0, 1, 2, 3, 3, 5, 6], [0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 3, 5, 6]]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("image", "image"), ("video", "video")])
+def test_what_is_seen(weights: EncoderWeights, io: dict[str, Tensor], name: str, kind: str) -> None:
+    tower = VisionTower(weights, CPU.device, torch.float32)
+    grid = tuple(io[f"{name}.grid_thw"][0].tolist())
+    merged, deepstack = tower([(io[f"{name}.pixel_patches"], grid)])  # type: ignore[list-item]
+    if name == "image":
+        assert float((merged - io["image.merged"]).abs().max()) <= TOLERANCE
+        for index, part in enumerate(deepstack):
+            assert float((part - io[f"image.deepstack{index}"]).abs().max()) <= TOLERANCE
+    blocks = [VisionBlock(kind, grid[1] // 2, grid[2] // 2)] * grid[0]  # type: ignore[arg-type]
+    shown = _shown(weights, io[f"{name}.input_ids"].tolist(), blocks)
+    out = TextTower(weights, CPU, torch.float32)(shown, merged, deepstack)
+    assert float((out - io[f"{name}.hidden_after_layer5"]).abs().max()) <= TOLERANCE
+
+
+def test_patches_are_ordered_by_merged_block() -> None:
+    shape = PatchShape(2, 2, 2)
+    frames = np.random.default_rng(0).integers(0, 256, (2, 4, 8, 3), dtype=np.uint8)
+    patches, grid = features(frames, Size(8, 4), shape)
+    assert grid == (1, 2, 4)
+    pixels = (frames.astype(np.float32) / 255 - 0.5) / 0.5
+    row = 0
+    for block in range(2):
+        for dy in range(2):
+            for dx in range(2):
+                top, left = 2 * dy, 2 * (2 * block + dx)
+                want = pixels[:, top : top + 2, left : left + 2].transpose(3, 0, 1, 2).reshape(-1)
+                assert np.allclose(patches[row].numpy(), want, atol=1e-6)
+                row += 1
+    still, still_grid = features(frames[:1], Size(8, 4), shape)
+    assert still_grid == (1, 2, 4)
+    both = still.view(8, 3, 2, 2, 2)
+    assert torch.equal(both[:, :, 0], both[:, :, 1])

@@ -77,7 +77,7 @@ class EncoderWeights:
     """The opened files of the conditioner."""
 
     def __init__(self, path: Path, *, max_layers: int | None = None) -> None:
-        """Open `path`: a directory with config.json, or a `.gguf` or `.safetensors` file (config.json beside it is read).
+        """Open `path`: a directory with config.json, or a `.gguf` or `.safetensors` file; config.json beside it counts.
 
         Raises:
             CheckpointError, ModelLoadError: a tensor is missing or misshapen, or the names are another tool's.
