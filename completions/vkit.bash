@@ -142,6 +142,8 @@ _vkit() {
         'complete:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'completion:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'config:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'convert:--type') COMPREPLY=(); return ;;
+        'convert:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'doctor:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'inspect:--max-model-len') COMPREPLY=(); return ;;
         'inspect:--max-num-seqs') COMPREPLY=(); return ;;
@@ -228,12 +230,13 @@ _vkit() {
         'transcribe:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
     esac
     case "$command" in
-        '') words='bench chat complete completion config doctor inspect models serve tokenize transcribe --version -h --help' ;;
+        '') words='bench chat complete completion config convert doctor inspect models serve tokenize transcribe --version -h --help' ;;
         'bench') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --synthetic --dataset --dataset-path --num-prompts --input-len --output-len --prefix-len --num-prefixes --temperature --seed --concurrency --request-rate --burstiness --batch-sizes --num-batches --slo --url --endpoint --served-model-name --api-key --json --plot --plot-terminal --output-token-ids --compare --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --max-num-seqs --config -h --help' ;;
         'chat') words='--system --max-tokens --temperature --top-p --top-k --seed --stop --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
         'complete') words='--prompt --prompt-file --chat --stream --json --logprobs --repeat --max-tokens --temperature --top-p --top-k --seed --stop --image --video --audio --json-schema --regex --choice --grammar --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --max-num-seqs --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
         'completion') words='--config -h --help bash zsh fish' ;;
         'config') words='--json --config -h --help' ;;
+        'convert') words='--type --json --config -h --help' ;;
         'doctor') words='--json --config -h --help' ;;
         'inspect') words='--max-model-len --max-num-seqs --kv-cache-dtype --device --tensors --json --config -h --help' ;;
         'models') words='--json --config -h --help' ;;
