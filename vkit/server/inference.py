@@ -33,6 +33,8 @@ class EnginePrompt:
     token_ids: list[int]
     text: str | None
     params: SamplingParams
+    lora: str | None = None
+    """The adapter to run with."""
 
 
 @dataclass(slots=True)
@@ -166,12 +168,14 @@ class Run:
 
     async def _one(self, index: int, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt = self.prompts[index]
+        keywords = {} if prompt.lora is None else {"lora": prompt.lora}
         outputs = self.engine.generate(
             {"prompt_token_ids": prompt.token_ids},
             prompt.params.with_(output_kind=kind),
             request_id=self._ids[index],
             priority=self._priority,
             cache_salt=self._cache_salt,
+            **keywords,
         )
         try:
             async for output in outputs:

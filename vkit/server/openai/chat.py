@@ -192,7 +192,7 @@ async def prepare(
     return Prepared(
         body,
         model,
-        EnginePrompt(token_ids, text, params),
+        EnginePrompt(token_ids, text, params, state.lora_of(body.model)),
         role,
         n,
         priority,
