@@ -14,6 +14,7 @@ from vkit.engine_thread import EngineThread
 from vkit.errors import EngineDeadError, InvalidRequest, MissingExtra, RequestFailed
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, Prompt, PromptOptions
 from vkit.loading import LoadedModel, ProgressCallback, load_model
+from vkit.media import MediaLimits, MediaProcessor, PlacedPrompt
 from vkit.metrics import EngineStats, MetricFamily
 from vkit.outputs import merge_outputs
 from vkit.pooling import EmbeddingForm
@@ -150,6 +151,24 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._thread.abort_one(key)
+
+    @property
+    def media(self) -> MediaProcessor | None:
+        """How the model takes images, videos and sound; None: text only."""
+        return self._inputs.media
+
+    @property
+    def media_limits(self) -> MediaLimits:
+        """Most items of each kind in one prompt."""
+        return self._inputs.media_limits
+
+    async def place_media(self, token_ids: list[int], multi_modal_data: Mapping[str, Any]) -> PlacedPrompt:
+        """The prompt with its media in place, for `generate`; computed in a thread.
+
+        Raises:
+            InvalidRequest: media the model does not take, or that do not belong to the prompt's placeholders.
+        """
+        return await asyncio.to_thread(self._inputs.place, token_ids, multi_modal_data)
 
     @property
     def embedding(self) -> EmbeddingForm | None:

@@ -18,11 +18,11 @@ from vkit.sequence import AdapterRef, Grammar, RopePositions
 from vkit.thinking import ThinkingBudget, thinking_budget
 from vkit.types import WHOLE_VOCABULARY, OutputKind, ReasoningMarks, SamplingParams, StructuredOutputs
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | Mapping[str, Any] | PlacedPrompt
 """Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, the last two with an optional "cache_salt" and an
 optional "multi_modal_data": {"image": [ImageMedia], "video": [VideoMedia], "audio": [AudioMedia]}. Each item has one
 placeholder in the prompt, as the chat template writes it; the text that holds placeholders is encoded with special
-tokens recognised."""
+tokens recognised. A `PlacedPrompt` is what `InputProcessor.place` made of token ids and media."""
 
 MARKED_TAIL = 512
 """Tokens at the end of a prompt that may say whether it has begun the reasoning."""
@@ -174,10 +174,13 @@ class InputProcessor:
             raise InvalidRequest("this model makes embeddings and generates no text", remedy="use embed")
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params: expected SamplingParams, got {params!r}", param="params")
-        media = self._read_media(prompt)
-        text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options, has_media=bool(media))
-        token_ids = self._truncated(token_ids, options, self.max_model_len - 1)
-        placed = self._placed(token_ids, media, options)
+        text: str | None = None
+        if isinstance(prompt, PlacedPrompt):
+            placed = prompt
+        else:
+            media = self._read_media(prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None)
+            text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options, has_media=bool(media))
+            placed = self._placed(self._truncated(token_ids, options, self.max_model_len - 1), media, options)
         token_ids = placed.token_ids
         self._check_prompt(placed, num_generated=1)
         self._check_params(params, options)
@@ -224,7 +227,7 @@ class InputProcessor:
         arrival_time = self.clock()
         if not self.embeds:
             raise InvalidRequest("this model generates text and makes no embeddings", remedy="use generate or chat")
-        media = self._read_media(prompt)
+        media = self._read_media(prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None)
         if media:
             raise InvalidRequest("multi_modal_data: embeddings are made of text only", param="multi_modal_data")
         text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options, has_media=False)
@@ -270,8 +273,15 @@ class InputProcessor:
             raise InvalidRequest("prompt: this engine has no tokenizer; pass prompt_token_ids", param="prompt")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
 
-    def _read_media(self, prompt: Prompt) -> list[Media]:
-        data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    def place(self, token_ids: list[int], multi_modal_data: Mapping[str, Any]) -> PlacedPrompt:
+        """The prompt with the placeholders of its media replaced: all the work that media need before a step.
+
+        Raises:
+            InvalidRequest: media the model does not take, or that do not belong to the prompt's placeholders.
+        """
+        return self._placed(token_ids, self._read_media(multi_modal_data), DEFAULT_PROMPT_OPTIONS)
+
+    def _read_media(self, data: Any) -> list[Media]:
         if data is None:
             return []
         return checked_media(data, self.media.kinds if self.media is not None else (), self.media_limits)

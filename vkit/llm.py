@@ -19,6 +19,8 @@ from vkit.engine_thread import EngineThread
 from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, EngineRequest, Prompt, PromptOptions, checked_token_ids
 from vkit.loading import LoadedModel, ProgressCallback, load_model
+from vkit.media import KINDS, Media, MediaKind
+from vkit.media.conversation import split_media
 from vkit.metrics import MetricFamily
 from vkit.pooling import shortened
 from vkit.scoring import LabelScores, continuation_logprob, label_scores
@@ -170,6 +172,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """One output per conversation; `messages` is one conversation or a list of them.
 
+        Parts of a message's content may bring media: {"type": "image_url", "image_url": {"url": URL}}, or
+        {"type": "image", "image": item} with an `ImageMedia`, a picture of Pillow, an array, a path or a URL.
+
         Raises:
             InvalidRequest: no chat template, no messages, or the template refused them.
         """
@@ -200,6 +205,23 @@ class LLM:
         return self.stream(
             prompt, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
         )
+
+    def with_placeholders(self, text: str, media: Mapping[MediaKind, Sequence[Media]]) -> str:
+        """A prompt with a placeholder for every item: those that `text` lacks go before it.
+
+        Raises:
+            InvalidRequest: media of a kind the model does not take.
+        """
+        processor = self._inputs.media
+        missing = []
+        for kind in KINDS:
+            items = media.get(kind, ())
+            if items and (processor is None or kind not in processor.kinds):
+                raise InvalidRequest(f"{kind}: this model takes no {kind} input", param=kind)
+            if items and processor is not None:
+                mark = processor.placeholder(kind)
+                missing.extend([mark] * (len(items) - text.count(mark)))
+        return "".join(missing) + text
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
         """The likeliest `beam_width` continuations of each prompt, best first.
@@ -427,6 +449,7 @@ class LLM:
         chat_template: str | None,
         variables: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
+        messages, media = split_media(messages)
         token_ids = self._loaded.encode_chat(
             messages,
             tools=tools,
@@ -434,7 +457,7 @@ class LLM:
             chat_template=chat_template,
             variables=variables,
         )
-        return {"prompt_token_ids": token_ids}
+        return {"prompt_token_ids": token_ids, "multi_modal_data": media or None}
 
 
 def _told(chat_template_kwargs: Mapping[str, Any] | None) -> PromptOptions:

@@ -36,6 +36,7 @@ from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
+from vkit.media.conversation import with_placeholders
 from vkit.models import HFConfig, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
@@ -192,6 +193,8 @@ class LoadedModel:
             raise InvalidRequest(
                 "the model has no chat template", param="messages", remedy="give one with --chat-template"
             )
+        if self.inputs.media is not None and template.content_format == "string":
+            messages = with_placeholders(messages, self.inputs.media)
         return template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **dict(variables or {})
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from vkit.media.sources import MediaAccess
 from vkit.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 DEFAULT_MAX_BODY_BYTES = 256 * 1024 * 1024
@@ -105,4 +106,6 @@ class ServerSettings:
     responses_store_ttl_s: float = 3600.0
     enable_responses_store: bool = True
     repository_override: str = ""
+    media_access: MediaAccess = field(default_factory=MediaAccess)
+    """Where the media of requests may come from."""
     shutdown_timeout_s: float = 30.0

@@ -122,7 +122,7 @@ async def _prepare(call: Call, body: GenerateBody) -> Prepared:
         body,
         model,
         mode,
-        EnginePrompt(list(body.token_ids), body.prompt_text, params, state.lora_of(body.model)),
+        EnginePrompt(list(body.token_ids), body.prompt_text, params, lora=state.lora_of(body.model)),
         priority,
     )
 
