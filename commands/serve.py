@@ -31,6 +31,7 @@ def serve(
         ),
     ] = None,
     engine: _options.EngineFlags,
+    lora: _options.LoraFlags,
     enable_scale_out: Annotated[bool, typer.Option("--enable-scale-out", hidden=True)] = False,
 ) -> None:
     """Serve a model over HTTP."""
@@ -49,6 +50,7 @@ def serve(
     keywords: dict[str, Any] = {
         **sources.engine_keywords(),
         **engine.engine_keywords(),
+        **lora.engine_keywords(),
         # The routes keep to --max-logprobs; what they need for themselves (beams) may be more.
         "max_logprobs": -1,
         "logprobs_mode": api.logprobs_mode,

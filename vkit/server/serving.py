@@ -35,6 +35,7 @@ def serve_model(args: EngineArgs, settings: ServerSettings, network: NetworkSett
     checked = check_model(args)
     if checked.embedding is not None:
         settings = replace(settings, model_kind=ModelKind.EMBEDDING)
+    settings = replace(settings, enable_lora=args.enable_lora)
     state = ServerState(settings, max_model_len=checked.config.max_model_len)
     state.parsers = checked.parsers
     state.videos = videos

@@ -66,6 +66,8 @@ class ServerSettings:
     model_argument: str
     """What the operator passed as --model."""
     model_kind: ModelKind = ModelKind.TEXT
+    enable_lora: bool = False
+    """Whether requests may choose adapters by name."""
     api_keys: tuple[str, ...] = ()
     root_path: str = ""
     cors: CorsSettings | None = None
