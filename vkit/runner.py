@@ -73,7 +73,6 @@ class Runner:
         """Everything of a step but its arithmetic; to be done before the next plan is made."""
         return PreparedStep(self._builder.build(plan), plan.state_copies)
 
-    @torch.inference_mode()
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order.
 
@@ -87,6 +86,7 @@ class Runner:
         """`execute` of `prepare`."""
         return self.execute(self.prepare(plan))
 
+    @torch.inference_mode()
     def _run(self, batch: Batch) -> Tensor:
         hidden = self.model.forward(batch)
         return self.model.compute_logits(kernels.embedding(batch.logits_rows, hidden))
