@@ -30,7 +30,7 @@ from vkit.kernels.dispatch import (
     wrap_step,
 )
 from vkit.kernels.draw_rules import DrawRules
-from vkit.kernels.drawing import draw, draw_with_survivors
+from vkit.kernels.drawing import draw, draw_with_survivors, largest
 from vkit.kernels.experts import ExpertMatrix, Scoring, route_experts, route_scored_experts, run_experts
 from vkit.kernels.norms import add_rms_norm, layer_norm, rms_norm
 from vkit.kernels.packed import quantized_embedding, quantized_linear
@@ -67,6 +67,7 @@ __all__ = [
     "gelu_and_mul",
     "head_linear",
     "kv_layout",
+    "largest",
     "layer_norm",
     "linear",
     "log_decay",
