@@ -163,7 +163,9 @@ class BatchBuilder:
             self._release(sequence_id)
         scheduled = plan.scheduled
         row_list, token_ids = self._collect(scheduled)
-        if 0 < len(scheduled) <= _FEW and all(item.num_tokens == item.num_logits == 1 for item in scheduled):
+        if 0 < len(scheduled) <= _FEW and all(
+            item.num_tokens == item.num_logits == 1 and not item.sequence.media for item in scheduled
+        ):
             return self._build_decode(scheduled, row_list, token_ids)
         rows = np.array(row_list, np.int64)
         starts = np.array([item.start for item in scheduled], np.int64)
@@ -206,7 +208,6 @@ class BatchBuilder:
             spans=_spans(scheduled),
         )
 
-<<<<<<< HEAD
     def _of_prompts(self, scheduled: list[ScheduledSequence], axes: IntArray | None) -> Tensor | None:
         """The positions of all axes, where a prompt is computed in which they differ."""
         if axes is None or all(
@@ -214,7 +215,7 @@ class BatchBuilder:
         ):
             return None
         return torch.from_numpy(axes).to(self._device)
-=======
+
     def _build_decode(self, scheduled: list[ScheduledSequence], rows: list[int], token_ids: list[int]) -> Batch:
         """One token of each of a few sequences: the same as the general case in fewer, larger pieces.
 
@@ -247,7 +248,6 @@ class BatchBuilder:
             store=self._store,
             host_cu_seqlens=cu,
         )
->>>>>>> cpu
 
     def _collect(self, scheduled: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
         """Bring the tables up to date; the row of each sequence and the ids of all tokens."""
