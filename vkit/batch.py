@@ -85,6 +85,12 @@ class Batch:
         assert paged is not None
         return self.store.tensors[layer]["latent"], paged
 
+    def paged_tensors(self, layer: int) -> tuple[dict[str, Tensor], PagedBatch]:
+        """All tensors (N, S, ...) that a layer keeps per token, by name, and the sequences' places in them."""
+        paged = self.paged[self.store.group_of[layer]]
+        assert paged is not None
+        return self.store.tensors[layer], paged
+
     def states(self, layer: int) -> tuple[dict[str, Tensor], StateBatch]:
         """The state tensors of a recurrent layer by name, (N, ...) each, and which entry is each sequence's."""
         blocks = self.state_blocks[self.store.group_of[layer]]
