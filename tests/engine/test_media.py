@@ -49,7 +49,7 @@ def image(height: int, width: int, seed: int = 0) -> ImageMedia:
 
 CLIP = VideoMedia(noise(7, 20, 28, seed=9), fps=3.0)
 PROMPTS: list[dict[str, Any]] = [
-    {"prompt": f"a{IMAGE}b", "multi_modal_data": {"image": image(31, 17)}},
+    {"prompt": f"a{IMAGE}b, what", "multi_modal_data": {"image": image(31, 17)}},
     {"prompt": "only text here"},
     {"prompt": f"{IMAGE}{IMAGE} and", "multi_modal_data": {"image": [image(9, 40, 1), image(24, 24, 2)]}},
     {"prompt": f"x {VIDEO} y {IMAGE}", "multi_modal_data": {"video": [CLIP], "image": [image(31, 17)]}},
@@ -125,7 +125,7 @@ def test_prefixes_are_reused_where_the_pictures_agree(alone: tuple[str, list[lis
         assert tokens(llm, PROMPTS[:1]) == expected[:1]
         (again,) = llm.generate(PROMPTS[4], GREEDY)
         assert again.outputs[0].token_ids == expected[4]
-        assert again.num_cached_tokens == 12, "past the picture"
+        assert again.num_cached_tokens == 16, "past the picture"
         (other,) = llm.generate(PROMPTS[5], GREEDY)
         assert other.outputs[0].token_ids == expected[5]
         assert other.num_cached_tokens == 0, "the first block holds a piece of the picture"
@@ -135,7 +135,7 @@ def test_prefixes_are_reused_where_the_pictures_agree(alone: tuple[str, list[lis
 
 def test_several_choices_share_a_picture(alone: tuple[str, list[list[int]]]) -> None:
     folder, expected = alone
-    with open_llm(folder, enable_prefix_caching=True) as llm:
+    with open_llm(folder, enable_prefix_caching=False) as llm:
         (output,) = llm.generate(PROMPTS[0], GREEDY.with_(n=3))
         assert [choice.token_ids for choice in output.outputs] == [expected[0]] * 3
         assert value(llm, "vllm:mm_cache_hits") == 2

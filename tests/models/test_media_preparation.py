@@ -35,7 +35,8 @@ def test_muse_images(size: tuple[int, int]) -> None:
     assert (rows, columns) == tuple(2 * side for side in capped_grid(*size, 28, 64))
     assert found.num_rows * 4 == rows * columns == len(found.features)
     assert found.num_rows <= 64
-    resized = np.asarray(Image.fromarray(pixels).resize((14 * columns, 14 * rows), Image.Resampling.LANCZOS))
+    wide = Image.fromarray(pixels).resize((14 * columns, size[0]), Image.Resampling.LANCZOS)  # which pass comes first
+    resized = np.asarray(wide.resize((14 * columns, 14 * rows), Image.Resampling.LANCZOS))  # matters once or twice
     for index, row in enumerate(found.features):
         y, x = 14 * (index // columns), 14 * (index % columns)
         patch = resized[y : y + 14, x : x + 14].transpose(2, 0, 1) / 127.5 - 1

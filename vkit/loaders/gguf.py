@@ -78,6 +78,7 @@ class GGUFCheckpoint(Checkpoint):
         part = _PART_NAME.fullmatch(path.name)
         self.name = part[1] if part else path.name.removesuffix(".gguf")
         self.generation_config: dict[str, Any] = {}
+        self.quantization = "gguf"
         architecture_name, architecture = _architecture(path, header)
         entries = {name: placed.entry for name, placed in self._placed.items()}
         reader = MetadataReader(path, architecture_name, header.metadata, entries, self._vector)

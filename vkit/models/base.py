@@ -15,6 +15,7 @@ from vkit.cache.groups import LayerCacheSpec
 from vkit.layers import CacheOwner, LMHead, Module
 from vkit.media import MediaInput, MediaProcessor
 from vkit.models.hf_config import HFConfig
+from vkit.models.media_context import MediaContext
 from vkit.quantization import Weight
 
 
@@ -78,6 +79,8 @@ class ModelCheckpoint(Protocol):
 class CausalLM(Module):
     """A decoder with a head. Subclasses build `model` and `lm_head` in __init__ and may override the rest."""
 
+    embeds = False
+    """Whether the hidden states themselves are wanted, as embeddings; `compute_logits` then returns them."""
     ignored_tensors: tuple[str, ...] = ()
     """Regular expressions of tensor names that published files carry and nobody needs."""
 
@@ -133,22 +136,6 @@ class EncodedMedia:
     """(n, H): one row per prompt token that stands for the item."""
     features: tuple[Tensor, ...] = ()
     """(n, H) each: added to the stream after the first blocks, one per block."""
-
-
-@dataclass(frozen=True, slots=True)
-class MediaContext:
-    """What a model's way with media depends on beside its configuration."""
-
-    image_config: Mapping[str, Any]
-    """preprocessor_config.json, empty where there is none."""
-    video_config: Mapping[str, Any]
-    """video_preprocessor_config.json, or the one for images."""
-    token_text: Callable[[int], str]
-    """The text of a special token."""
-    encode: Callable[[str], list[int]]
-    """Token ids of plain text, nothing added."""
-    special_id: Callable[[str], int | None]
-    """The id of a special token by its text; None where the vocabulary has none."""
 
 
 ModelClass = Callable[[HFConfig, ModelConfig], CausalLM]

@@ -28,6 +28,8 @@ def note_no_effect(call: Call, body: SamplingBody, *, echoed: Sequence[str] = ()
     for name in NO_EFFECT_FIELDS:
         if name not in echoed and getattr(body, name) is not None:
             call.ignored.append(name)
+    if body.vllm_xargs is not None and not call.state.engine.settings.get("logits_processors"):
+        call.ignored.append("vllm_xargs")
 
 
 def check_thinking_budget(call: Call, budget: int | None, *, field: str = "thinking_token_budget") -> None:

@@ -266,7 +266,7 @@ class DiT:
         typed: Layer = {}
         for name, weight in layer.items():
             if name not in MATRICES:
-                typed[name] = dense(weight, torch.float32)
+                typed[name] = dense(weight, self._dtype)
             elif isinstance(weight, QuantizedTensor) and self._dequant_to is not None:
                 typed[name] = weight.dequantize(self._dequant_to)
             else:
@@ -280,7 +280,8 @@ class DiT:
         return self._islands[name]
 
     def _vector(self, name: str) -> Tensor:
-        return self._island(name)
+        """A norm or bias of the stream, in its type."""
+        return self._island(name).to(self._dtype)
 
     def _matrix(self, name: str) -> BlockWeight:
         return self._weights.matrix(name).to(self._device)
