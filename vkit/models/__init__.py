@@ -67,9 +67,11 @@ BUILTIN_MODELS: dict[str, str] = {
 KNOWN_BUT_REFUSED: dict[str, str] = {
     "DeepseekV32ForCausalLM": "it is too large to be checked here",
     "Dots3NoteForCausalLM": "it is too large to be checked here",
+    "Gemma3ForConditionalGeneration": "its vision tower has no description here; Gemma3ForCausalLM checkpoints run",
     "GlmMoeDsaForCausalLM": "it is too large to be checked here",
     "KimiK3ForConditionalGeneration": "its published files describe tensors, not how they are computed",
     "MiniMaxM2ForCausalLM": "it is too large to be checked here",
+    "Qwen3VLMoeForConditionalGeneration": "nothing is here to check its experts against; the dense Qwen3-VL runs",
 }
 """Architectures that people will bring and that nothing here computes -> why."""
 
