@@ -108,7 +108,7 @@ class Program:
         """Find who writes the logits, so that steps can take turns between two places."""
         size = self.limits.logits * width * 4
         self._width = width
-        # Two, since a step's logits are read while the next one runs; not one per step: its pages would be new each time.
+        # Two, since a step's logits are read while the next one runs; not one each: its pages would always be new.
         self._logits = [torch.empty(_KEPT_LOGITS, width) for _ in range(2)]
         self._turn = 0
         self._slots = [
