@@ -291,6 +291,32 @@ class EngineFlags:
 
 
 @dataclass(frozen=True)
+class AdapterFlags:
+    """The low-rank adapter of a command that runs with one."""
+
+    enable_lora: Annotated[bool, _engine_option("--enable-lora", help="Run with a low-rank adapter.")] = False
+    lora_modules: Annotated[
+        list[str] | None,
+        _engine_option("--lora-modules", metavar="NAME=PATH", help="The adapter, a folder in PEFT's layout."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.enable_lora and len(self.lora_modules or ()) != 1:
+            raise UsageError(f"--lora-modules: one adapter is needed here, got {len(self.lora_modules or ())}")
+
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments for `vkit.LLM`."""
+        if not self.enable_lora and not self.lora_modules:
+            return {}
+        return {"enable_lora": self.enable_lora, "lora_modules": tuple(self.lora_modules or ())}
+
+    @property
+    def lora(self) -> str | None:
+        """The name of the adapter to run with."""
+        return (self.lora_modules or [""])[0].partition("=")[0] if self.enable_lora else None
+
+
+@dataclass(frozen=True)
 class LoraFlags:
     """Low-rank adapters."""
 

@@ -249,6 +249,7 @@ class AsyncLLM:
                 served_model_names=self._loaded.served_model_names,
                 max_logprobs=self._inputs.max_logprobs,
                 scheduling_policy=self._loaded.engine.settings.scheduling_policy,
+                enable_lora=self._loaded.adapters is not None,
             )
         return self._chat
 

@@ -187,7 +187,10 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(
-            prompts, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
+            prompts,
+            params if params is not None else self._chat_params(),
+            lora=lora,
+            options=_told(chat_template_kwargs),
         )
 
     def chat_stream(
@@ -204,7 +207,10 @@ class LLM:
         """The answer to one conversation as it comes."""
         prompt = self._chat_prompt(messages, tools, add_generation_prompt, chat_template, chat_template_kwargs)
         return self.stream(
-            prompt, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
+            prompt,
+            params if params is not None else self._chat_params(),
+            lora=lora,
+            options=_told(chat_template_kwargs),
         )
 
     def with_placeholders(self, text: str, media: Mapping[MediaKind, Sequence[Media]]) -> str:
