@@ -246,6 +246,24 @@ class ApiFlags:
     ] = False
     disable_metrics: Annotated[bool, _api("--disable-metrics", help="Serve no /metrics.")] = False
     disable_docs: Annotated[bool, _api("--disable-docs", help="Serve no /docs and no /openapi.json.")] = False
+    allowed_local_media_path: Annotated[
+        list[Path] | None,
+        _api(
+            "--allowed-local-media-path",
+            metavar="DIR",
+            help="Requests may name files under this folder; may be given several times.",
+            show_default="none",
+        ),
+    ] = None
+    allowed_media_domains: Annotated[
+        list[str] | None,
+        _api(
+            "--allowed-media-domains",
+            metavar="HOST",
+            help="Download media from this host and its subdomains alone; may be given several times.",
+            show_default="any host",
+        ),
+    ] = None
     repository_override: Annotated[
         str, _api("--repository-override", metavar="TEXT", help="What metadata and manifest report under this name.")
     ] = ""
@@ -257,6 +275,12 @@ class ApiFlags:
             raise UsageError("--kv-cache-metrics: contradicts --disable-metrics")
         if any(not name for name in self.served_model_name or ()):
             raise UsageError("--served-model-name: a name must not be empty")
+        for folder in self.allowed_local_media_path or ():
+            if not folder.is_dir():
+                raise UsageError(f"--allowed-local-media-path: {folder}: no such folder")
+        for host in self.allowed_media_domains or ():
+            if not host.strip(".") or set(host) & set("/: "):
+                raise UsageError(f"--allowed-media-domains: expected a host name, got {host!r}")
 
 
 @dataclass(frozen=True)
@@ -326,6 +350,7 @@ def server_settings(
     Raises:
         UsageError: a value that is not what its flag takes.
     """
+    from vkit.media.sources import MediaAccess
     from vkit.server.settings import ServerSettings
 
     return ServerSettings(
@@ -367,6 +392,10 @@ def server_settings(
         responses_store_ttl_s=api.responses_store_ttl,
         enable_responses_store=not api.disable_responses_store,
         repository_override=api.repository_override,
+        media_access=MediaAccess(
+            allowed_domains=tuple(host.strip(".") for host in api.allowed_media_domains or ()),
+            allowed_local_paths=tuple(api.allowed_local_media_path or ()),
+        ),
         shutdown_timeout_s=network.shutdown_timeout,
     )
 

@@ -204,3 +204,33 @@ def _import(name: str) -> Any:
 
 def _unusable(reason: str) -> InvalidRequest:
     return InvalidRequest(f"the recording cannot be used: {reason}", param="file")
+
+
+def decode_channels(
+    source: AudioSource, *, max_seconds: float | None = None, limits: AudioLimits = DEFAULT_LIMITS
+) -> tuple[int, Samples]:
+    """(sample rate, samples (N, C)) of a recording as it is, cut at `max_seconds`.
+
+    Raises:
+        InvalidRequest: as `decode_audio`.
+        MissingExtra: the libraries that decode are not installed.
+    """
+    _check_size(source, limits)
+    pieces: list[Samples] = []
+    from_rate, num_in, wanted = 0, 0, 1 << 62
+    with closing(_decoded(source, limits)) as decoded:
+        for rate, piece in decoded:
+            if not pieces:
+                from_rate = rate
+                wanted = wanted if max_seconds is None else round(max_seconds * rate)
+            elif rate != from_rate or piece.shape[1] != pieces[0].shape[1]:
+                raise _unusable("its sample rate or number of channels changes")
+            if not np.isfinite(piece).all():
+                raise _unusable("it holds samples that are not finite numbers")
+            pieces.append(piece[: wanted - num_in])
+            num_in += len(pieces[-1])
+            if num_in >= wanted:
+                break
+    if num_in == 0:
+        raise _unusable("it holds no sound")
+    return from_rate, np.concatenate(pieces)

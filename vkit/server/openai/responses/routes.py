@@ -240,7 +240,7 @@ def _chat_body(call: Call, body: ResponsesBody, items: list[Json]) -> ChatBody:
     """The same request as chat sends it, tools left out."""
     chat = ChatBody(
         model=body.model,
-        messages=chat_messages(items, body.instructions),
+        messages=chat_messages(items, body.instructions, call.ignored),
         continue_final_message=continues_last(items) or None,
         chat_template_kwargs=body.chat_template_kwargs,
         mm_processor_kwargs=body.mm_processor_kwargs,
