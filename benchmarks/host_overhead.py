@@ -4,8 +4,9 @@
 
 Everything is real but the forward pass, which returns ready logits: scheduler, batch building, sampler, output side
 with detokenising, and the request's own accounting. `--random` samples with temperature, top_k and top_p instead of
-taking the likeliest. `--context` is the prompt length: figures must not depend on it. Processor time of the engine's
-thread, so that a busy machine changes the figures little; with `--threads` several draw rows, as they do in use.
+taking the likeliest. `--context` is the prompt length: the figures must not depend on it. Processor time of the
+engine's thread, so that a busy machine changes the figures little; with `--threads` rows are drawn by several, as in
+use.
 """
 
 from __future__ import annotations

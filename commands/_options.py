@@ -290,6 +290,32 @@ class EngineFlags:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class LoraFlags:
+    """Low-rank adapters."""
+
+    enable_lora: Annotated[
+        bool, _engine_option("--enable-lora", help="Let requests choose low-rank adapters by model name.")
+    ] = False
+    lora_modules: Annotated[
+        list[str] | None,
+        _engine_option("--lora-modules", metavar="NAME=PATH...", help="Adapters to load, folders in PEFT's layout."),
+    ] = None
+    max_loras: Annotated[
+        int | None,
+        _engine_option(
+            "--max-loras",
+            min=1,
+            help="Most different adapters that run at a time.",
+            show_default="4, with --enable-lora",
+        ),
+    ] = None
+
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments for `vkit.LLM`."""
+        return {**asdict(self), "lora_modules": tuple(self.lora_modules or ())}
+
+
 def _constraint_option(flag: str, metavar: str, help: str) -> Any:
     return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=CONSTRAINT_PANEL)
 

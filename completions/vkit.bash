@@ -196,6 +196,19 @@ _vkit() {
         'serve:--log-format') COMPREPLY=($(compgen -W 'text json' -- "$current")); return ;;
         'serve:--max-log-len') COMPREPLY=(); return ;;
         'serve:--disable-access-log-for-endpoints') COMPREPLY=(); return ;;
+        'serve:--video-dit') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-partition') COMPREPLY=($(compgen -W 'fl2va ref2va' -- "$current")); return ;;
+        'serve:--video-vae') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-vae-config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--audio-vae') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--audio-vae-config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-encoder') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-tokenizer') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-prompt-embeds') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-workdir') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-ffmpeg') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-device') COMPREPLY=($(compgen -W 'auto cpu cuda' -- "$current")); return ;;
+        'serve:--video-max-queued-jobs') COMPREPLY=(); return ;;
         'serve:--max-num-seqs') COMPREPLY=(); return ;;
         'serve:--seed') COMPREPLY=(); return ;;
         'serve:--device') COMPREPLY=($(compgen -W 'auto cpu cuda' -- "$current")); return ;;
@@ -216,6 +229,8 @@ _vkit() {
         'serve:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
         'serve:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
         'serve:--hf-overrides') COMPREPLY=(); return ;;
+        'serve:--lora-modules') COMPREPLY=(); return ;;
+        'serve:--max-loras') COMPREPLY=(); return ;;
         'serve:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'tokenize:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'transcribe:--model') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
@@ -240,7 +255,7 @@ _vkit() {
         'doctor') words='--json --config -h --help' ;;
         'inspect') words='--max-model-len --max-num-seqs --kv-cache-dtype --device --tensors --json --config -h --help' ;;
         'models') words='--json --config -h --help' ;;
-        'serve') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --host --port --uds --root-path --api-key --allowed-origins --allowed-methods --allowed-headers --allow-credentials --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh --max-request-body-size --max-num-queued-reqs --shutdown-timeout --sse-keep-alive-interval --served-model-name --enable-force-include-usage --reject-unknown-fields --enable-request-id-headers --no-enable-request-id-headers --enable-prompt-tokens-details --enable-per-request-metrics --enable-tokenizer-info-endpoint --return-tokens-as-token-ids --max-logprobs --logprobs-mode --logits-processors --max-n --generation-config --override-generation-config --chat-template-content-format --default-chat-template-kwargs --trust-request-chat-template --no-trust-request-chat-template --exclude-tools-when-tool-choice-none --tool-call-parser --reasoning-parser --reasoning-effort-map --reasoning-field --enable-auto-tool-choice --response-role --responses-store-max-entries --responses-store-ttl --disable-responses-store --kv-cache-metrics --disable-metrics --disable-docs --allowed-local-media-path --allowed-media-domains --repository-override --log-level --log-format --enable-log-requests --disable-log-requests --enable-log-outputs --max-log-len --disable-access-log --disable-access-log-for-endpoints --access-log-all --log-error-stack --max-num-seqs --seed --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
+        'serve') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --host --port --uds --root-path --api-key --allowed-origins --allowed-methods --allowed-headers --allow-credentials --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh --max-request-body-size --max-num-queued-reqs --shutdown-timeout --sse-keep-alive-interval --served-model-name --enable-force-include-usage --reject-unknown-fields --enable-request-id-headers --no-enable-request-id-headers --enable-prompt-tokens-details --enable-per-request-metrics --enable-tokenizer-info-endpoint --return-tokens-as-token-ids --max-logprobs --logprobs-mode --logits-processors --max-n --generation-config --override-generation-config --chat-template-content-format --default-chat-template-kwargs --trust-request-chat-template --no-trust-request-chat-template --exclude-tools-when-tool-choice-none --tool-call-parser --reasoning-parser --reasoning-effort-map --reasoning-field --enable-auto-tool-choice --response-role --responses-store-max-entries --responses-store-ttl --disable-responses-store --kv-cache-metrics --disable-metrics --disable-docs --allowed-local-media-path --allowed-media-domains --repository-override --log-level --log-format --enable-log-requests --disable-log-requests --enable-log-outputs --max-log-len --disable-access-log --disable-access-log-for-endpoints --access-log-all --log-error-stack --video-dit --video-partition --video-vae --video-vae-config --audio-vae --audio-vae-config --video-encoder --video-tokenizer --video-prompt-embeds --video-workdir --video-ffmpeg --video-device --video-dequant-bf16 --video-openai-status --video-only --video-max-queued-jobs --max-num-seqs --seed --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --enable-lora --lora-modules --max-loras --config -h --help' ;;
         'tokenize') words='--config -h --help' ;;
         'transcribe') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --device --dtype --threads --timestamps --json --config -h --help' ;;
     esac

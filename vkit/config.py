@@ -55,6 +55,8 @@ class CacheGroupFacts:
     bytes_per_unit: int
     """Bytes one layer keeps per token (full, sliding) or per sequence (state)."""
     window: int | None = None
+    granule: int = 1
+    """Tokens that one entry spans; a block that may be shared holds whole entries."""
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes one layer needs in one block."""
@@ -103,14 +105,18 @@ class ModelFacts:
     def block_size_for(self, asked: int) -> int:
         """Tokens per block: `asked`, or as many more as fill the page that a recurrent layer's state takes.
 
-        States and tokens share pages of one size; a smaller block would leave most of each page empty.
+        States and tokens share pages of one size; a smaller block would leave most of each page empty. Blocks also hold
+        whole entries, where an entry spans several tokens.
         """
+        multiple = math.lcm(1, *(group.granule for group in self.cache_groups))
+        asked = math.ceil(asked / multiple) * multiple
         states = [group.bytes_per_unit for group in self.cache_groups if group.kind == "state"]
         tokens = [group.bytes_per_unit for group in self.cache_groups if group.kind != "state"]
         if not states or not tokens:
             return asked
         filled = math.ceil(max(states) / max(tokens))
-        return max(asked, math.ceil(filled / BLOCK_SIZE_MULTIPLE) * BLOCK_SIZE_MULTIPLE)
+        multiple = math.lcm(multiple, BLOCK_SIZE_MULTIPLE)
+        return max(asked, math.ceil(filled / multiple) * multiple)
 
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
@@ -323,8 +329,8 @@ class EngineArgs:
         block_size = model.block_size_for(self.block_size)
         if block_size != self.block_size:
             notes.append(
-                f"--block-size raised from {self.block_size} to {block_size} tokens, which take the memory of one"
-                " recurrent state"
+                f"--block-size raised from {self.block_size} to {block_size} tokens, which fill the page of a recurrent"
+                " state or hold whole compressed entries"
             )
         pool = size_pool(self, model, device, max_model_len, token_budget)
         notes.extend(pool.notes)

@@ -433,7 +433,8 @@ def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCach
     groups = []
     for group in group_layers(specs):
         units = [spec.bytes_per_unit for spec in (specs[layer] for layer in group.layers) if spec is not None]
-        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window))
+        granule = max(spec.granule for spec in (specs[layer] for layer in group.layers) if spec is not None)
+        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window, granule))
     config = HFConfig(checkpoint.config)
     num_experts = config.optional_integer(*_EXPERT_KEYS)
     per_token, per_seq = _activation_bytes(config)

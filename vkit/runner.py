@@ -93,7 +93,6 @@ class Runner:
         adapters = _adapter_rows(plan, self._device) if self._adapters is not None else []
         return PreparedStep(self._builder.build(plan), plan.state_copies, MediaEncoder.prepare(plan), adapters)
 
-    @torch.inference_mode()
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order.
 
@@ -122,6 +121,7 @@ class Runner:
         """`execute` of `prepare`."""
         return self.execute(self.prepare(plan))
 
+    @torch.inference_mode()
     def _run(self, batch: Batch) -> Tensor:
         hidden = self.model.forward(batch)
         return self.model.compute_logits(kernels.embedding(batch.logits_rows, hidden))

@@ -153,7 +153,7 @@ class Library:
 
     def run_now(self, *ops: Op) -> None:
         """Run ops whose row counts are literal."""
-        self.run((Op * len(ops))(*ops), _NO_STEP)
+        self.run((Op * len(ops))(*ops), NO_STEP)
 
     def group_bytes(self, format_id: int, columns: int) -> int:
         """Bytes of 16 packed rows; 0 for a format or a width that is not packed."""
@@ -180,7 +180,7 @@ class Library:
         self._c.vk_release_mapping(address, num_bytes)
 
 
-_NO_STEP = Step(0, 0, 0)
+NO_STEP = Step(0, 0, 0)
 
 
 def make_op(
