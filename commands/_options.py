@@ -238,6 +238,28 @@ class EngineFlags:
     max_long_partial_prefills: Annotated[
         int, _engine_option("--max-long-partial-prefills", min=0, help="Most long prompts cut at a time; 0: any.")
     ] = 0
+    mmproj: Annotated[
+        str | None,
+        _engine_option("--mmproj", metavar="FILE", help="The vision tower that goes with a GGUF language model."),
+    ] = None
+    max_num_encoder_input_tokens: Annotated[
+        int,
+        _engine_option(
+            "--max-num-encoder-input-tokens",
+            min=0,
+            help="Most prompt tokens whose images, videos or sound one step encodes; 0: as many as a step holds.",
+        ),
+    ] = 0
+    disable_chunked_mm_input: Annotated[
+        bool,
+        _engine_option("--disable-chunked-mm-input", help="Never cut the tokens of one image over several steps."),
+    ] = False
+    limit_mm_per_prompt: Annotated[
+        str | None,
+        _engine_option(
+            "--limit-mm-per-prompt", metavar="JSON", help='Most items in one prompt, such as {"image": 4, "video": 0}.'
+        ),
+    ] = None
     prefix_caching_hash_algo: Annotated[
         Literal["sha256", "sha256_cbor"],
         _engine_option("--prefix-caching-hash-algo", help="How blocks are recognised; sha256_cbor across languages."),

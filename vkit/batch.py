@@ -67,8 +67,8 @@ class Batch:
     """(3, T) int64: position in time, row and column, in a step that computes a prompt in which they differ."""
     media: MediaRows | None = None
     spans: list[list[tuple[int, int]]] | None = None
-    """Per sequence of a step that computes media tokens, the positions (first, beyond) of each of their runs, past ones
-    included."""
+    """Per sequence, the positions (first, beyond) of each run of tokens that see each other in both directions, past
+    ones included; None in a step that computes no such token."""
     memo: dict[object, object] = field(default_factory=dict)
     """What layers derive from the above once per step."""
 
@@ -367,10 +367,13 @@ def _axis_positions(scheduled: list[ScheduledSequence], indices: IntArray, cu: I
 
 
 def _spans(scheduled: list[ScheduledSequence]) -> list[list[tuple[int, int]]] | None:
-    """Per sequence the runs of its media, if any of them is computed in this step."""
-    if not any(placed.stop > item.start for item in scheduled for placed in item.sequence.media):
-        return None
-    return [[span for placed in item.sequence.media for span in placed.spans] for item in scheduled]
+    """Per sequence the runs of media that see themselves, if any of them is computed in this step."""
+    found = [
+        [span for placed in item.sequence.media if placed.item.sees_itself for span in placed.spans]
+        for item in scheduled
+    ]
+    is_seen = any(stop > item.start for item, spans in zip(scheduled, found, strict=True) for _, stop in spans)
+    return found if is_seen else None
 
 
 def _last_rows(cu: IntArray, wanted: IntArray) -> IntArray:

@@ -88,6 +88,8 @@ class ModelFacts:
     num_weight_bytes: int
     cache_groups: tuple[CacheGroupFacts, ...]
     is_moe: bool = False
+    media_kinds: tuple[str, ...] = ()
+    """The kinds of media it takes: "image", "video", "audio"."""
     num_activation_bytes: int = 0
     """Peak of one step at the token budget; an estimate before loading, a measurement after a profile run."""
     activation_bytes_per_token: int = 0
@@ -185,6 +187,14 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in one step; 0: no limit of its own."""
+    mmproj: str | None = None
+    """A GGUF file with the tower that goes with a GGUF language model."""
+    max_num_encoder_input_tokens: int = 0
+    """Most prompt tokens whose media one step encodes, and most that are kept encoded; 0: the token budget."""
+    disable_chunked_mm_input: bool = False
+    """A step computes all tokens of a media item or none."""
+    limit_mm_per_prompt: Mapping[str, int] | str | None = None
+    """Most items per kind in one prompt; a mapping, or a JSON object as text. A kind that is left out has no limit."""
     max_num_partial_prefills: int = 0
     """Most prompts that may be mid-prefill at a time; 0: no limit."""
     max_long_partial_prefills: int = 0
@@ -227,7 +237,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise UsageError(f"--model: expected a directory or a .gguf file, got {self.model!r}")
-        for name in ("tokenizer", "tokenizer_config", "chat_template", "tool_parser", "reasoning_parser"):
+        for name in ("tokenizer", "tokenizer_config", "chat_template", "mmproj", "tool_parser", "reasoning_parser"):
             value = getattr(self, name)
             if (value is not None or name.endswith("_parser")) and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
@@ -257,6 +267,7 @@ class EngineArgs:
             "long_prefill_token_threshold",
             "max_num_partial_prefills",
             "max_long_partial_prefills",
+            "max_num_encoder_input_tokens",
             "threads",
         ):
             _check_int(name, getattr(self, name), 0)
@@ -273,6 +284,7 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
         for name in (
+            "disable_chunked_mm_input",
             "enable_chunked_prefill",
             "enable_jump_forward",
             "enable_lora",
@@ -284,6 +296,7 @@ class EngineArgs:
             _check_bool(name, getattr(self, name))
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
+        object.__setattr__(self, "limit_mm_per_prompt", _media_limits(self.limit_mm_per_prompt))
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -310,6 +323,18 @@ class EngineArgs:
         if self.device == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect with --device cuda")
 
+    def _check_media(self, model: ModelFacts) -> None:
+        """Refuse what only means something for models that take media."""
+        if model.media_kinds:
+            unknown = [kind for kind in self.limit_mm_per_prompt or () if kind not in model.media_kinds]
+            if unknown:
+                known = ", ".join(model.media_kinds)
+                raise UsageError(f"--limit-mm-per-prompt: {model.name} takes {known}, not {unknown[0]}")
+            return
+        for name in ("limit_mm_per_prompt", "max_num_encoder_input_tokens", "disable_chunked_mm_input"):
+            if getattr(self, name):
+                raise UsageError(f"{flag_of(name)}: {model.name} takes text only")
+
     def resolve(self, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
         """Decide every setting for this model on this device.
 
@@ -323,6 +348,7 @@ class EngineArgs:
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect on {device.kind}")
         if self.gguf_dequantize and model.format != "gguf":
             raise UsageError(f"--gguf-dequantize: {model.name} is a {model.format} checkpoint, not a GGUF file")
+        self._check_media(model)
         notes: list[str] = []
         max_model_len = checked_max_model_len(self.max_model_len, model)
         token_budget = resolve_token_budget(self, max_model_len, model.is_moe)
@@ -346,6 +372,8 @@ class EngineArgs:
             threshold = max(1, int(pool.max_model_len * LONG_PREFILL_SHARE))
         overrides = self.hf_overrides
         assert overrides is None or isinstance(overrides, Mapping)
+        limits = self.limit_mm_per_prompt
+        assert isinstance(limits, Mapping)
         return EngineConfig(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -368,6 +396,10 @@ class EngineArgs:
             long_prefill_token_threshold=threshold,
             max_num_partial_prefills=self.max_num_partial_prefills,
             max_long_partial_prefills=self.max_long_partial_prefills,
+            mmproj=self.mmproj,
+            max_num_encoder_input_tokens=self.max_num_encoder_input_tokens or token_budget,
+            disable_chunked_mm_input=self.disable_chunked_mm_input,
+            limit_mm_per_prompt=limits,
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
             enable_jump_forward=self.enable_jump_forward,
@@ -419,6 +451,10 @@ class EngineConfig:
     long_prefill_token_threshold: int
     max_num_partial_prefills: int
     max_long_partial_prefills: int
+    mmproj: str | None = None
+    max_num_encoder_input_tokens: int = 0
+    disable_chunked_mm_input: bool = False
+    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     prefix_caching_hash_algo: str
     async_scheduling: bool
     enable_jump_forward: bool
@@ -755,6 +791,18 @@ def _check_threads(threads: int) -> None:
 def _check_share(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise UsageError(f"{flag_of(name)}: must be above 0 and at most 1, got {value!r}")
+
+
+MEDIA_KINDS = ("image", "video", "audio")
+
+
+def _media_limits(value: object) -> dict[str, int]:
+    """Most items per kind, by kind."""
+    limits = _json_object("limit_mm_per_prompt", value) or {}
+    for kind, limit in limits.items():
+        _check_choice("limit_mm_per_prompt", kind, MEDIA_KINDS)
+        _check_int("limit_mm_per_prompt", limit, 0)
+    return limits
 
 
 def _json_object(name: str, value: object) -> dict[str, Any] | None:
