@@ -96,6 +96,7 @@ _vkit() {
         'chat:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
         'chat:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
         'chat:--hf-overrides') COMPREPLY=(); return ;;
+        'chat:--lora-modules') COMPREPLY=(); return ;;
         'chat:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'complete:--prompt') COMPREPLY=(); return ;;
         'complete:--prompt-file') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
@@ -107,6 +108,9 @@ _vkit() {
         'complete:--top-k') COMPREPLY=(); return ;;
         'complete:--seed') COMPREPLY=(); return ;;
         'complete:--stop') COMPREPLY=(); return ;;
+        'complete:--image') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'complete:--video') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'complete:--audio') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'complete:--json-schema') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'complete:--regex') COMPREPLY=(); return ;;
         'complete:--choice') COMPREPLY=(); return ;;
@@ -136,6 +140,7 @@ _vkit() {
         'complete:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
         'complete:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
         'complete:--hf-overrides') COMPREPLY=(); return ;;
+        'complete:--lora-modules') COMPREPLY=(); return ;;
         'complete:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'completion:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'config:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
@@ -186,11 +191,26 @@ _vkit() {
         'serve:--response-role') COMPREPLY=(); return ;;
         'serve:--responses-store-max-entries') COMPREPLY=(); return ;;
         'serve:--responses-store-ttl') COMPREPLY=(); return ;;
+        'serve:--allowed-local-media-path') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--allowed-media-domains') COMPREPLY=(); return ;;
         'serve:--repository-override') COMPREPLY=(); return ;;
         'serve:--log-level') COMPREPLY=($(compgen -W 'debug info warning error' -- "$current")); return ;;
         'serve:--log-format') COMPREPLY=($(compgen -W 'text json' -- "$current")); return ;;
         'serve:--max-log-len') COMPREPLY=(); return ;;
         'serve:--disable-access-log-for-endpoints') COMPREPLY=(); return ;;
+        'serve:--video-dit') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-partition') COMPREPLY=($(compgen -W 'fl2va ref2va' -- "$current")); return ;;
+        'serve:--video-vae') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-vae-config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--audio-vae') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--audio-vae-config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-encoder') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-tokenizer') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-prompt-embeds') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-workdir') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-ffmpeg') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'serve:--video-device') COMPREPLY=($(compgen -W 'auto cpu cuda' -- "$current")); return ;;
+        'serve:--video-max-queued-jobs') COMPREPLY=(); return ;;
         'serve:--max-num-seqs') COMPREPLY=(); return ;;
         'serve:--seed') COMPREPLY=(); return ;;
         'serve:--device') COMPREPLY=($(compgen -W 'auto cpu cuda' -- "$current")); return ;;
@@ -211,6 +231,8 @@ _vkit() {
         'serve:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
         'serve:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
         'serve:--hf-overrides') COMPREPLY=(); return ;;
+        'serve:--lora-modules') COMPREPLY=(); return ;;
+        'serve:--max-loras') COMPREPLY=(); return ;;
         'serve:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'tokenize:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'transcribe:--model') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
@@ -227,15 +249,15 @@ _vkit() {
     case "$command" in
         '') words='bench chat complete completion config convert doctor inspect models serve tokenize transcribe --version -h --help' ;;
         'bench') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --synthetic --dataset --dataset-path --num-prompts --input-len --output-len --prefix-len --num-prefixes --temperature --seed --concurrency --request-rate --burstiness --batch-sizes --num-batches --slo --url --endpoint --served-model-name --api-key --json --plot --plot-terminal --output-token-ids --compare --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --max-num-seqs --config -h --help' ;;
-        'chat') words='--system --max-tokens --temperature --top-p --top-k --seed --stop --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
-        'complete') words='--prompt --prompt-file --chat --stream --json --logprobs --repeat --max-tokens --temperature --top-p --top-k --seed --stop --json-schema --regex --choice --grammar --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --max-num-seqs --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
+        'chat') words='--system --max-tokens --temperature --top-p --top-k --seed --stop --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --enable-lora --lora-modules --config -h --help' ;;
+        'complete') words='--prompt --prompt-file --chat --stream --json --logprobs --repeat --max-tokens --temperature --top-p --top-k --seed --stop --image --video --audio --json-schema --regex --choice --grammar --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --max-num-seqs --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --enable-lora --lora-modules --config -h --help' ;;
         'completion') words='--config -h --help bash zsh fish' ;;
         'config') words='--json --config -h --help' ;;
         'convert') words='--type --json --config -h --help' ;;
         'doctor') words='--json --config -h --help' ;;
         'inspect') words='--max-model-len --max-num-seqs --kv-cache-dtype --device --tensors --json --config -h --help' ;;
         'models') words='--json --config -h --help' ;;
-        'serve') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --host --port --uds --root-path --api-key --allowed-origins --allowed-methods --allowed-headers --allow-credentials --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh --max-request-body-size --max-num-queued-reqs --shutdown-timeout --sse-keep-alive-interval --served-model-name --enable-force-include-usage --reject-unknown-fields --enable-request-id-headers --no-enable-request-id-headers --enable-prompt-tokens-details --enable-per-request-metrics --enable-tokenizer-info-endpoint --return-tokens-as-token-ids --max-logprobs --logprobs-mode --logits-processors --max-n --generation-config --override-generation-config --chat-template-content-format --default-chat-template-kwargs --trust-request-chat-template --no-trust-request-chat-template --exclude-tools-when-tool-choice-none --tool-call-parser --reasoning-parser --reasoning-effort-map --reasoning-field --enable-auto-tool-choice --response-role --responses-store-max-entries --responses-store-ttl --disable-responses-store --kv-cache-metrics --disable-metrics --disable-docs --repository-override --log-level --log-format --enable-log-requests --disable-log-requests --enable-log-outputs --max-log-len --disable-access-log --disable-access-log-for-endpoints --access-log-all --log-error-stack --max-num-seqs --seed --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --config -h --help' ;;
+        'serve') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --host --port --uds --root-path --api-key --allowed-origins --allowed-methods --allowed-headers --allow-credentials --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh --max-request-body-size --max-num-queued-reqs --shutdown-timeout --sse-keep-alive-interval --served-model-name --enable-force-include-usage --reject-unknown-fields --enable-request-id-headers --no-enable-request-id-headers --enable-prompt-tokens-details --enable-per-request-metrics --enable-tokenizer-info-endpoint --return-tokens-as-token-ids --max-logprobs --logprobs-mode --logits-processors --max-n --generation-config --override-generation-config --chat-template-content-format --default-chat-template-kwargs --trust-request-chat-template --no-trust-request-chat-template --exclude-tools-when-tool-choice-none --tool-call-parser --reasoning-parser --reasoning-effort-map --reasoning-field --enable-auto-tool-choice --response-role --responses-store-max-entries --responses-store-ttl --disable-responses-store --kv-cache-metrics --disable-metrics --disable-docs --allowed-local-media-path --allowed-media-domains --repository-override --log-level --log-format --enable-log-requests --disable-log-requests --enable-log-outputs --max-log-len --disable-access-log --disable-access-log-for-endpoints --access-log-all --log-error-stack --video-dit --video-partition --video-vae --video-vae-config --audio-vae --audio-vae-config --video-encoder --video-tokenizer --video-prompt-embeds --video-workdir --video-ffmpeg --video-device --video-dequant-bf16 --video-openai-status --video-only --video-max-queued-jobs --max-num-seqs --seed --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --hf-overrides --enable-lora --lora-modules --max-loras --config -h --help' ;;
         'tokenize') words='--config -h --help' ;;
         'transcribe') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --device --dtype --threads --timestamps --json --config -h --help' ;;
     esac

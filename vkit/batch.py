@@ -22,6 +22,9 @@ from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus
 IntArray = NDArray[np.int64]
 T = TypeVar("T")
 
+_FEW = 16
+"""Sequences up to which a decoding step is put together number by number."""
+
 
 @dataclass(slots=True)
 class MediaRows:
@@ -156,6 +159,7 @@ class BatchBuilder:
         ]
         self._paged_groups = [index for index, paged in enumerate(is_paged) if paged]
         self._state_groups = [index for index, paged in enumerate(is_paged) if not paged]
+        self._none_fresh = torch.zeros(_FEW, dtype=torch.bool, device=device)
         self._rows: dict[str, _Row] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -165,6 +169,10 @@ class BatchBuilder:
             self._release(sequence_id)
         scheduled = plan.scheduled
         row_list, token_ids = self._collect(scheduled)
+        if 0 < len(scheduled) <= _FEW and all(
+            item.num_tokens == item.num_logits == 1 and not item.sequence.media for item in scheduled
+        ):
+            return self._build_decode(scheduled, row_list, token_ids)
         rows = np.array(row_list, np.int64)
         starts = np.array([item.start for item in scheduled], np.int64)
         counts = np.array([item.num_tokens for item in scheduled], np.int64)
@@ -213,6 +221,39 @@ class BatchBuilder:
         ):
             return None
         return torch.from_numpy(axes).to(self._device)
+
+    def _build_decode(self, scheduled: list[ScheduledSequence], rows: list[int], token_ids: list[int]) -> Batch:
+        """One token of each of a few sequences: the same as the general case in fewer, larger pieces.
+
+        After a step has read all weights, whatever the host does next misses the caches: what counts is how many
+        different things it does (one sequence beside a 0.5B model on an EPYC core: 150 us instead of 200).
+        """
+        size, count = self._block_size, len(scheduled)
+        starts = [item.start for item in scheduled]
+        seq_lens = [start + 1 for start in starts]
+        cu = list(range(count + 1))
+        wide = [*token_ids, *starts, *cu[:-1]]
+        for group in self._paged_groups:
+            host = self._tables[group].host
+            wide += [int(host[row, at // size]) * size + at % size for row, at in zip(rows, starts, strict=True)]
+        for group in self._state_groups:
+            wide += [item.sequence.block_ids[group][0] for item in scheduled]
+        parts = self._on_device(np.array(wide, np.int64)).split(count)
+        narrow = list(self._on_device(np.array([*rows, *seq_lens, *cu], np.int32)).split([count, count, count + 1]))
+        num_paged = len(self._paged_groups)
+        return Batch(
+            token_ids=parts[0],
+            positions=parts[1],
+            cu_seqlens=narrow[2],
+            seq_lens=narrow[1],
+            rows=narrow[0],
+            is_fresh=self._none_fresh[:count] if min(starts) else parts[1] == 0,
+            logits_rows=parts[2],
+            paged=self._paged(list(parts[3 : 3 + num_paged]), narrow, (rows, seq_lens, cu)),
+            state_blocks=self._by_group(self._state_groups, list(parts[3 + num_paged :])),
+            store=self._store,
+            host_cu_seqlens=cu,
+        )
 
     def _collect(self, scheduled: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
         """Bring the tables up to date; the row of each sequence and the ids of all tokens."""
@@ -297,8 +338,12 @@ class BatchBuilder:
         """The arrays as tensors on the device, in one copy."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
-        packed = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(self._device, non_blocking=True)
-        return list(torch.split(packed, [len(array) for array in arrays]))
+        return list(torch.split(self._on_device(np.concatenate(arrays)), [len(array) for array in arrays]))
+
+    def _on_device(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
+        if self._device.type == "cpu":
+            return torch.from_numpy(values)
+        return torch.from_numpy(values).pin_memory().to(self._device, non_blocking=True)
 
 
 def _token_ids(item: ScheduledSequence) -> list[int]:

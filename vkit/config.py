@@ -17,6 +17,7 @@ from typing import Any, Literal
 from vkit.errors import OutOfMemoryPreflight, UsageError
 
 DEFAULT_NUM_BLOCKS = 256
+DEFAULT_MAX_LORAS = 4
 BLOCK_SIZE_MULTIPLE = 16
 """Tokens per block come in multiples of this."""
 DEFAULT_MEMORY_UTILIZATION = 0.92
@@ -194,6 +195,12 @@ class EngineArgs:
     enable_jump_forward: bool = False
     """Append tokens that a grammar leaves no choice about without a step for each."""
     structured_outputs_backend: str = "auto"
+    enable_lora: bool = False
+    """Let requests choose low-rank adapters."""
+    lora_modules: Sequence[str] | Mapping[str, str] = ()
+    """Adapters to load at start: name=path each, or a mapping from name to path."""
+    max_loras: int | None = None
+    """Most different adapters that run at a time; None: 4."""
     seed: int | None = None
     """Seed of requests that bring none; None: a fresh one per process."""
     hf_overrides: Mapping[str, Any] | str | None = None
@@ -226,6 +233,12 @@ class EngineArgs:
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
         object.__setattr__(self, "served_model_name", _names(self.served_model_name))
         object.__setattr__(self, "logits_processors", _class_paths(self.logits_processors))
+        object.__setattr__(self, "lora_modules", _named_paths(self.lora_modules))
+        if not self.enable_lora and (self.lora_modules or self.max_loras is not None):
+            flag = "--lora-modules" if self.lora_modules else "--max-loras"
+            raise UsageError(f"{flag}: needs --enable-lora")
+        if self.max_loras is not None:
+            _check_int("max_loras", self.max_loras, 1)
         _check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
@@ -262,6 +275,7 @@ class EngineArgs:
         for name in (
             "enable_chunked_prefill",
             "enable_jump_forward",
+            "enable_lora",
             "deterministic",
             "gguf_dequantize",
             "no_mmap",
@@ -357,6 +371,9 @@ class EngineArgs:
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
             enable_jump_forward=self.enable_jump_forward,
+            enable_lora=self.enable_lora,
+            lora_modules=tuple(self.lora_modules),
+            max_loras=(self.max_loras or DEFAULT_MAX_LORAS) if self.enable_lora else 0,
             structured_outputs_backend="llguidance",
             seed=self.seed,
             hf_overrides=dict(overrides or {}),
@@ -405,6 +422,11 @@ class EngineConfig:
     prefix_caching_hash_algo: str
     async_scheduling: bool
     enable_jump_forward: bool
+    enable_lora: bool = False
+    lora_modules: tuple[str, ...] = ()
+    """Adapters to load at start, name=path each."""
+    max_loras: int = 0
+    """Most different adapters that run at a time; 0: requests cannot choose any."""
     structured_outputs_backend: str
     """What compiles and follows grammars; decided even where none is installed: requests that need it are refused."""
     seed: int | None
@@ -437,6 +459,21 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if names is not None and (not names or not all(isinstance(name, str) and name for name in names)):
         raise UsageError(f"--served-model-name: expected a name or several, none of them empty, got {given!r}")
     return None if names is None else tuple(dict.fromkeys(names))
+
+
+def _named_paths(given: Sequence[str] | Mapping[str, str]) -> tuple[str, ...]:
+    if isinstance(given, Mapping):
+        given = tuple(f"{name}={path}" for name, path in given.items())
+    items = (given,) if isinstance(given, str) else tuple(given)
+    names = []
+    for item in items:
+        name, _, path = item.partition("=") if isinstance(item, str) else ("", "", "")
+        if not name or not path:
+            raise UsageError(f"--lora-modules: expected NAME=PATH, got {item!r}")
+        names.append(name)
+    if len(set(names)) < len(names):
+        raise UsageError(f"--lora-modules: a name is given twice: {', '.join(names)}")
+    return items
 
 
 def _class_paths(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -30,27 +30,15 @@ _FLAGS = (
     "-ffp-contract=off",  # a fused multiply-add is written as one, so that levels and tile heights agree
 )
 
-ABI: Final = 1
+ABI: Final = 2
 ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = -1, -2, -3
 FLAG_INDEPENDENT = 1
 
 OPCODES = (
-    *(
-        "PACK",
-        "QUANTIZE",
-        "GEMM",
-        "GEMM_PAIRS",
-        "GEMM_EXACT",
-        "DENSE",
-        "EMBED",
-        "RMS_NORM",
-        "GLU",
-        "ROPE",
-        "WRITE_KV",
-        "ATTENTION",
-    ),
-    *("ATTENTION_JOIN", "COMBINE", "UNARY", "LAYER_NORM", "ARGMAX", "READ"),
-    "DRAW",
+    *("PACK", "QUANTIZE", "GEMM", "GEMM_PAIRS", "GEMM_EXACT", "DENSE", "EMBED", "RMS_NORM", "GLU", "ROPE", "WRITE_KV"),
+    *("ATTENTION", "ATTENTION_JOIN", "COMBINE", "UNARY", "LAYER_NORM", "ARGMAX", "READ", "DRAW"),
+    *("SCALE_ROWS", "REPLACE_IDS", "HEAD_DENSE", "CONV", "LOG_DECAY", "DELTA", "SCAN"),
+    *("ROUTE", "EXPERT_SORT", "EXPERT_ROWS", "EXPERT_GEMM", "EXPERT_JOIN"),
 )
 OPCODE: dict[str, int] = {name: index for index, name in enumerate(OPCODES)}
 
@@ -165,7 +153,7 @@ class Library:
 
     def run_now(self, *ops: Op) -> None:
         """Run ops whose row counts are literal."""
-        self.run((Op * len(ops))(*ops), _NO_STEP)
+        self.run((Op * len(ops))(*ops), NO_STEP)
 
     def group_bytes(self, format_id: int, columns: int) -> int:
         """Bytes of 16 packed rows; 0 for a format or a width that is not packed."""
@@ -192,7 +180,7 @@ class Library:
         self._c.vk_release_mapping(address, num_bytes)
 
 
-_NO_STEP = Step(0, 0, 0)
+NO_STEP = Step(0, 0, 0)
 
 
 def make_op(

@@ -47,6 +47,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "gated_delta_net": recurrent.gated_delta_net,
     "gelu_and_mul": activation.gelu_and_mul,
     "head_linear": linear.head_linear,
+    "largest": draw.largest,
     "layer_norm": norm.layer_norm,
     "linear": linear.linear,
     "log_decay": recurrent.log_decay,

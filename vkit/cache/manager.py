@@ -272,7 +272,7 @@ class KVCacheManager:
                 parent_hash=hashes[first - 1] if first else None,
                 token_ids=tuple(sequence.token_ids[first * size : end * size]),
                 block_size=size,
-                lora=None,
+                lora=sequence.adapter.name if sequence.adapter is not None else None,
                 group=group,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vkit.layers.adapted import AdapterSwitch, AdapterTarget, AdapterWeights, adapt, adapter_targets
 from vkit.layers.attention import Attention, CacheOwner
 from vkit.layers.decoder import (
     Decoder,
@@ -28,6 +29,9 @@ from vkit.layers.rotary import MultiAxisRotary, RopeSpec, RotaryEmbedding, yarn_
 __all__ = [
     "ACTIVATIONS",
     "Activation",
+    "AdapterSwitch",
+    "AdapterTarget",
+    "AdapterWeights",
     "Attention",
     "CacheOwner",
     "CausalConv",
@@ -68,6 +72,8 @@ __all__ = [
     "SharedExpertMoE",
     "Stream",
     "TensorSlot",
+    "adapt",
+    "adapter_targets",
     "with_media",
     "yarn_mscale",
 ]

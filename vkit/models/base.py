@@ -78,6 +78,8 @@ class ModelCheckpoint(Protocol):
 class CausalLM(Module):
     """A decoder with a head. Subclasses build `model` and `lm_head` in __init__ and may override the rest."""
 
+    embeds = False
+    """Whether the hidden states themselves are wanted, as embeddings; `compute_logits` then returns them."""
     ignored_tensors: tuple[str, ...] = ()
     """Regular expressions of tensor names that published files carry and nobody needs."""
 
