@@ -35,6 +35,7 @@ from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
+from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.media.conversation import with_placeholders
 from vkit.models import HFConfig, build_model, create_model, model_class
@@ -316,7 +317,7 @@ def check_model(args: EngineArgs) -> CheckedModel:
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
     device = find_device(args.device)
-    checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
+    checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
     if isinstance(args.hf_overrides, Mapping):
         if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
