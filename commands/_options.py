@@ -295,6 +295,14 @@ class EngineFlags:
         Literal["auto", "float32", "bfloat16", "float16"],
         _engine_option("--kv-cache-dtype", help="How keys and values are kept."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt"] | None,
+        _engine_option(
+            "--quantization",
+            help="What the weights must be stored as; fp8 also rounds plain weights at load.",
+            show_default="as the checkpoint says",
+        ),
+    ] = None
     gguf_dequantize: Annotated[
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
     ] = False

@@ -39,6 +39,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm")
 PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+QUANTIZATIONS = ("awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt")
+"""Values of --quantization: what a checkpoint can be stored as."""
 CPU_PRECISIONS = ("fast", "exact")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance")
 CONTENT_FORMATS = ("auto", "string", "openai")
@@ -213,6 +215,8 @@ class EngineArgs:
     """Most different adapters that run at a time; None: 4."""
     seed: int | None = None
     """Seed of requests that bring none; None: a fresh one per process."""
+    quantization: str | None = None
+    """What the weights must be stored as; "fp8" also makes eight-bit floats of plain weights as they are read."""
     hf_overrides: Mapping[str, Any] | str | None = None
     """Keys of config.json to replace; a mapping, or a JSON object as text."""
     logprobs_mode: str = "raw_logprobs"
@@ -257,6 +261,8 @@ class EngineArgs:
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         _check_choice("structured_outputs_backend", self.structured_outputs_backend, STRUCTURED_OUTPUTS_BACKENDS)
         _check_choice("cpu_precision", self.cpu_precision, CPU_PRECISIONS)
+        if self.quantization is not None:
+            _check_choice("quantization", self.quantization, QUANTIZATIONS)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
         _check_int("block_size", self.block_size, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
@@ -408,6 +414,7 @@ class EngineArgs:
             max_loras=(self.max_loras or DEFAULT_MAX_LORAS) if self.enable_lora else 0,
             structured_outputs_backend="llguidance",
             seed=self.seed,
+            quantization=self.quantization,
             hf_overrides=dict(overrides or {}),
             logprobs_mode=self.logprobs_mode,
             logits_processors=tuple(self.logits_processors),
@@ -466,6 +473,7 @@ class EngineConfig:
     structured_outputs_backend: str
     """What compiles and follows grammars; decided even where none is installed: requests that need it are refused."""
     seed: int | None
+    quantization: str | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     logprobs_mode: str
     logits_processors: tuple[str, ...] = ()

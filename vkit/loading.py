@@ -35,6 +35,7 @@ from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
+from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.media import KINDS, MediaProcessor
 from vkit.media.conversation import with_placeholders
@@ -327,7 +328,7 @@ def check_model(args: EngineArgs) -> CheckedModel:
     if args.mmproj is not None:
         raise UsageError("--mmproj: vision projectors cannot be loaded yet")
     device = find_device(args.device)
-    checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
+    checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
     if isinstance(args.hf_overrides, Mapping):
         if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
