@@ -35,6 +35,7 @@ from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
+from vkit.loaders.mmproj import ProjectedCheckpoint
 from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.media import KINDS, MediaProcessor
@@ -42,7 +43,6 @@ from vkit.media.conversation import with_placeholders
 from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
-from vkit.models.media_context import preprocessor_config
 from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.pooling import EmbeddingForm, Pooling, embedding_form
@@ -325,10 +325,10 @@ def check_model(args: EngineArgs) -> CheckedModel:
         require_backend("--structured-outputs-backend")
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
-    if args.mmproj is not None:
-        raise UsageError("--mmproj: vision projectors cannot be loaded yet")
     device = find_device(args.device)
     checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
+    if args.mmproj is not None:
+        checkpoint = ProjectedCheckpoint(checkpoint, Path(args.mmproj), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
         if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
@@ -362,8 +362,8 @@ def _media_processor(
 ) -> MediaProcessor | None:
     """How the model takes media; None if it takes text only."""
     context = MediaContext(
-        preprocessor_config(checkpoint.path / "preprocessor_config.json"),
-        preprocessor_config(checkpoint.path / "video_preprocessor_config.json"),
+        checkpoint.preprocessor_config("image"),
+        checkpoint.preprocessor_config("video"),
         tokenizer.token_text,
         lambda text: tokenizer.encode(text, add_special_tokens=False),
         tokenizer.token_id,
