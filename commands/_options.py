@@ -236,6 +236,10 @@ class EngineFlags:
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
     ] = False
     no_mmap: Annotated[bool, _engine_option("--no-mmap", help="Read weight files instead of mapping them.")] = False
+    kv_transfer_config: Annotated[
+        str | None,
+        _engine_option("--kv-transfer-config", metavar="JSON", help="Keep cache entries beyond this engine."),
+    ] = None
     hf_overrides: Annotated[
         str | None, _engine_option("--hf-overrides", metavar="JSON", help="Keys of config.json to replace.")
     ] = None

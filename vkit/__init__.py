@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 
     from vkit.async_engine import AsyncLLM
     from vkit.beam_search import BeamSearchParams
+    from vkit.cache.connector import (
+        ConnectorContext,
+        ConnectorStats,
+        KVConnector,
+        LoadFailed,
+        SchedulerSide,
+        WorkerSide,
+    )
     from vkit.config import EngineArgs, EngineConfig
+    from vkit.connectors import register_kv_connector
     from vkit.default_model import resolve_model
     from vkit.errors import (
         CheckpointError,
@@ -59,6 +68,8 @@ __all__ = [
     "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
+    "ConnectorContext",
+    "ConnectorStats",
     "ContentDelta",
     "EngineArgs",
     "EngineConfig",
@@ -67,7 +78,9 @@ __all__ = [
     "FinishReason",
     "InvalidRequest",
     "JsonCalls",
+    "KVConnector",
     "LabelScores",
+    "LoadFailed",
     "Logprob",
     "MissingExtra",
     "ModelLoadError",
@@ -83,19 +96,31 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "SchedulerSide",
     "StructuredOutputs",
     "ToolCallDelta",
     "ToolReader",
     "UsageError",
     "VkitError",
+    "WorkerSide",
     "XmlCalls",
     "check_constraint",
+    "register_kv_connector",
     "register_reasoning_parser",
     "register_tool_parser",
     "resolve_model",
 ]
 
 _HOMES = {
+    "vkit.cache.connector": (
+        "ConnectorContext",
+        "ConnectorStats",
+        "KVConnector",
+        "LoadFailed",
+        "SchedulerSide",
+        "WorkerSide",
+    ),
+    "vkit.connectors": ("register_kv_connector",),
     "vkit.async_engine": ("AsyncLLM",),
     "vkit.beam_search": ("BeamSearchParams",),
     "vkit.inputs": ("PromptOptions",),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
+from vkit.kv_transfer import KVTransferConfig
 
 DEFAULT_NUM_BLOCKS = 256
 DEFAULT_MEMORY_UTILIZATION = 0.92
@@ -183,6 +184,8 @@ class EngineArgs:
     """Expand GGUF blocks to the compute dtype at load instead of keeping them packed."""
     no_mmap: bool = False
     """Read weight files instead of mapping them."""
+    kv_transfer_config: KVTransferConfig | Mapping[str, Any] | str | None = None
+    """Where cache entries come from and go to besides this engine; a mapping, or a JSON object as text."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -227,6 +230,8 @@ class EngineArgs:
             _check_bool(name, getattr(self, name))
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
+        if self.kv_transfer_config is not None:
+            object.__setattr__(self, "kv_transfer_config", KVTransferConfig.parse(self.kv_transfer_config))
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -283,6 +288,8 @@ class EngineArgs:
             threshold = max(1, int(pool.max_model_len * LONG_PREFILL_SHARE))
         overrides = self.hf_overrides
         assert overrides is None or isinstance(overrides, Mapping)
+        transfer = self.kv_transfer_config
+        assert transfer is None or isinstance(transfer, KVTransferConfig)
         return EngineConfig(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -315,6 +322,7 @@ class EngineArgs:
             kv_cache_dtype=resolve_kv_cache_dtype(self, model.dtype, device),
             gguf_dequantize=self.gguf_dequantize,
             no_mmap=self.no_mmap,
+            kv_transfer_config=transfer,
             notes=tuple(notes),
         )
 
@@ -358,6 +366,7 @@ class EngineConfig:
     kv_cache_dtype: str
     gguf_dequantize: bool
     no_mmap: bool
+    kv_transfer_config: KVTransferConfig | None = None
     notes: tuple[str, ...] = ()
     """Lines to log once: what was lowered, raised or replaced, and why."""
 

@@ -64,6 +64,8 @@ class EngineRequest:
     stop_token_ids: frozenset[int] = frozenset()
     compile_grammar: Callable[[], Future[Grammar]] | None = None
     """A grammar for one sequence; called once per sequence."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """For the cache connector; without one it has no effect."""
     is_enforceable: Future[Grammar] | None = None
     """Done once the constraint is compiled; fails with InvalidRequest. To be waited for before queueing."""
 
@@ -125,6 +127,7 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> EngineRequest:
         """A request ready for the engine.
@@ -143,6 +146,10 @@ class InputProcessor:
             raise InvalidRequest(f"priority: expected an integer, got {priority!r}", param="priority")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidRequest(f"cache_salt: expected a non-empty string, got {cache_salt!r}", param="cache_salt")
+        if kv_transfer_params is not None and not isinstance(kv_transfer_params, Mapping):
+            raise InvalidRequest(
+                f"kv_transfer_params: expected an object, got {kv_transfer_params!r}", param="kv_transfer_params"
+            )
         grammars = self._grammars_of(params)
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -159,6 +166,7 @@ class InputProcessor:
             eos_token_id=self.tokenizer.eos_token_id if self.tokenizer else None,
             stop_token_ids=self._stop_token_ids(params),
             compile_grammar=grammars,
+            kv_transfer_params=None if kv_transfer_params is None else dict(kv_transfer_params),
             is_enforceable=grammars.first if grammars is not None else None,
         )
 

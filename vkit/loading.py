@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from vkit import discovery, kernels
-from vkit.cache.groups import LayerCacheSpec, group_layers
+from vkit.cache.connector import ConnectorContext, KVConnector, TransferReport, WorkerSide
+from vkit.cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from vkit.config import (
     CacheGroupFacts,
     DeviceFacts,
@@ -26,10 +27,13 @@ from vkit.config import (
     resolve_dtype,
     resolve_kv_cache_dtype,
 )
+from vkit.connectors import cache_identity, make_connector
+from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor
+from vkit.kv_transfer import KVTransferConfig
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
 from vkit.logits import BatchLogitsProcessor
@@ -58,11 +62,18 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 class ResidentModel:
     """The model and its runner while they are in memory, and the way back when they are not."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, progress: ProgressCallback | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        progress: ProgressCallback | None,
+        worker: WorkerSide | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = config
+        self._worker = worker
         self._model: CausalLM | None = build_model(checkpoint, config, progress)
-        self._runner: Runner | None = Runner(self._model, config, config.num_blocks)
+        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, worker)
 
     copies_states = Runner.copies_states
 
@@ -75,6 +86,16 @@ class ResidentModel:
         """Logits (R, V) float32 of a prepared step."""
         assert self._runner is not None, "a sleeping model runs no steps"
         return self._runner.execute(step)
+
+    def exchange(self, meta: Any) -> None:
+        """Let a cache connector work without a step."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        self._runner.exchange(meta)
+
+    def transfer_report(self) -> TransferReport:
+        """What became of a connector's loads and sends."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        return self._runner.transfer_report()
 
     def sleep(self, level: int) -> None:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
@@ -89,7 +110,7 @@ class ResidentModel:
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
-            self._runner = Runner(self._model, self._config, self._config.num_blocks)
+            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._worker)
 
     def close(self) -> None:
         """Free everything."""
@@ -189,11 +210,16 @@ class CheckedModel:
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
         torch.set_num_threads(config.threads)
         kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
-        resident = ResidentModel(checkpoint, config, progress)
+        groups = group_layers(list(self.cache_specs))
+        announced = _Announced()
+        connector = self._connector(groups, announced)
+        resident = ResidentModel(checkpoint, config, progress, None if connector is None else connector.worker)
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins, checks = _plugins(vocab_size)
-        groups = group_layers(list(self.cache_specs))
-        engine = Engine(engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins)
+        engine = Engine(
+            engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins, connector=connector
+        )
+        announced.engine = engine
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -212,6 +238,33 @@ class CheckedModel:
             resident.close()
 
         return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, close)
+
+    def _connector(self, groups: list[CacheGroup], announced: _Announced) -> KVConnector | None:
+        chosen = self.config.kv_transfer_config
+        if chosen is None:
+            return None
+        return make_connector(
+            ConnectorContext(
+                config=chosen,
+                groups=tuple(groups),
+                block_size=self.config.block_size,
+                identity=cache_identity(self.config, self.checkpoint, self.cache_specs),
+                model_name=self.checkpoint.name,
+                dtype=self.config.kv_cache_dtype,
+                notify=announced,
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Announced:
+    """Wakes the engine, once there is one."""
+
+    engine: Engine | None = None
+
+    def __call__(self) -> None:
+        if self.engine is not None:
+            self.engine.wake()
 
 
 def check_model(args: EngineArgs) -> CheckedModel:
@@ -276,7 +329,11 @@ def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
         enable_jump_forward=config.enable_jump_forward,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
-        cache_dtype=config.dtype,
+        cache_dtype=config.kv_cache_dtype,
+        prefix_caching_seed=None if config.kv_transfer_config is None else SHARED_HASH_SEED,
+        loads_kv=config.kv_transfer_config is None or config.kv_transfer_config.loads,
+        recomputes_kv=config.kv_transfer_config is not None
+        and config.kv_transfer_config.kv_load_failure_policy == "recompute",
     )
 
 
@@ -393,4 +450,10 @@ def _plugins(vocab_size: int) -> tuple[list[BatchLogitsProcessor], tuple[Callabl
 def _shown(config: EngineConfig) -> dict[str, Any]:
     """The configuration in plain JSON values."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, KVTransferConfig):
+        return {**value.as_json(), "kv_connector_extra_config": "set" if value.kv_connector_extra_config else None}
+    return dict(value) if isinstance(value, Mapping) else value

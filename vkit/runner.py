@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from vkit import kernels
 from vkit.batch import Batch, BatchBuilder
+from vkit.cache.connector import TransferReport, WorkerSide
 from vkit.cache.store import TensorStore
 from vkit.models.base import CausalLM
 from vkit.sequence import Plan, StateCopy
@@ -41,6 +42,7 @@ class PreparedStep:
 
     batch: Batch
     state_copies: list[StateCopy]
+    connector_meta: Any = None
 
 
 class Runner:
@@ -49,8 +51,12 @@ class Runner:
     copies_states = True
     """Whether plans may ask for states to be copied, so that prefixes of recurrent models can be reused."""
 
-    def __init__(self, model: CausalLM, config: RunnerConfig, num_blocks: int) -> None:
+    def __init__(
+        self, model: CausalLM, config: RunnerConfig, num_blocks: int, worker: WorkerSide | None = None
+    ) -> None:
+        """`worker` moves cache entries for a connector."""
         self.model = model
+        self._worker = worker
         device = torch.device(config.device)
         specs = model.cache_specs()
         self.store = TensorStore(
@@ -68,10 +74,17 @@ class Runner:
             device=device,
         )
         self._step = kernels.wrap_step(device.type, self._run)
+        self._pages = {
+            f"layers.{layer}": slab
+            for group in self.store.groups
+            for slab, layer in zip(self.store.slabs, group.layers, strict=False)
+        }
+        if worker is not None:
+            worker.register_kv_caches(self._pages)
 
     def prepare(self, plan: Plan) -> PreparedStep:
         """Everything of a step but its arithmetic; to be done before the next plan is made."""
-        return PreparedStep(self._builder.build(plan), plan.state_copies)
+        return PreparedStep(self._builder.build(plan), plan.state_copies, plan.connector_meta)
 
     @torch.inference_mode()
     def execute(self, step: PreparedStep) -> Tensor:
@@ -81,7 +94,36 @@ class Runner:
         """
         for copy in step.state_copies:
             self.store.copy_block(copy.group, copy.source, copy.target)
-        return self._step(step.batch)
+        if self._worker is None:
+            return self._step(step.batch)
+        self._load(step.connector_meta)
+        logits = self._step(step.batch)
+        self._save()
+        return logits
+
+    def exchange(self, meta: Any) -> None:
+        """Load and store what a connector's `meta` asks for, without a step."""
+        self._load(meta)
+        self._save()
+
+    def transfer_report(self) -> TransferReport:
+        """What became of loads and sends since the last call."""
+        assert self._worker is not None, "only asked where there is a connector"
+        sent, received = self._worker.get_finished()
+        return TransferReport(sent, received, self._worker.get_block_ids_with_load_errors())
+
+    def _load(self, meta: Any) -> None:
+        """The whole pass may be one native call, so every layer's entries must be there before it."""
+        assert self._worker is not None
+        self._worker.start_load_kv(meta)
+        for name in self._pages:
+            self._worker.wait_for_layer_load(name)
+
+    def _save(self) -> None:
+        assert self._worker is not None
+        for name, pages in self._pages.items():
+            self._worker.save_kv_layer(name, pages)
+        self._worker.wait_for_save()
 
     def forward(self, plan: Plan) -> Tensor:
         """`execute` of `prepare`."""
