@@ -65,9 +65,12 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> list[RequestOutput]:
         """One output per prompt, in the same order. One `params` serves all prompts, a list gives each its own.
+
+        `kv_transfer_params` are for the cache connector; without one they have no effect.
 
         Raises:
             InvalidRequest: before anything runs; names the field.
@@ -85,6 +88,7 @@ class LLM:
                 request_id=self._name(),
                 priority=place,
                 cache_salt=cache_salt,
+                kv_transfer_params=kv_transfer_params,
                 options=options,
             )
             for prompt, own, place in zip(listed, chosen, priorities, strict=True)

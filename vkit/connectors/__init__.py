@@ -18,6 +18,7 @@ GROUP = "vkit.cache_connectors"
 BUILTIN = {
     "OffloadingConnector": "vkit.connectors.offloading",
     "FileConnector": "vkit.connectors.shared_folder",
+    "RedisConnector": "vkit.connectors.redis_store",
 }
 """Name -> the module whose `make` builds it."""
 
