@@ -251,6 +251,7 @@ class CheckedModel:
                 identity=cache_identity(self.config, self.checkpoint, self.cache_specs),
                 model_name=self.checkpoint.name,
                 dtype=self.config.kv_cache_dtype,
+                specs=tuple(self.cache_specs),
                 notify=announced,
             )
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vkit.cache.events import CacheEvent
-from vkit.cache.groups import CacheGroup, CacheKind
+from vkit.cache.groups import CacheGroup, CacheKind, LayerCacheSpec
 from vkit.errors import UsageError
 from vkit.kv_transfer import KVTransferConfig
 from vkit.sequence import Plan, Sequence
@@ -37,6 +37,8 @@ class ConnectorContext:
     model_name: str
     dtype: str
     """How keys and values are kept, by torch's name."""
+    specs: tuple[LayerCacheSpec | None, ...] = ()
+    """What each layer keeps."""
     notify: Callable[[], None] = lambda: None
     """To be called, from any thread, when an answer or a transfer that the scheduler waits for is ready."""
 

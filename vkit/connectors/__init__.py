@@ -19,6 +19,8 @@ BUILTIN = {
     "OffloadingConnector": "vkit.connectors.offloading",
     "FileConnector": "vkit.connectors.shared_folder",
     "RedisConnector": "vkit.connectors.redis_store",
+    "LMCacheConnector": "vkit.connectors.lmcache",
+    "LMCacheConnectorV1": "vkit.connectors.lmcache",
 }
 """Name -> the module whose `make` builds it."""
 
