@@ -229,8 +229,8 @@ class EngineFlags:
         _engine_option("--cpu-precision", help="exact keeps activations in floating point."),
     ] = "fast"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        _engine_option("--kv-cache-dtype", help="How keys and values are kept."),
+        Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
+        _engine_option("--kv-cache-dtype", help="How keys and values are kept; fp8 and int8 halve bfloat16."),
     ] = "auto"
     gguf_dequantize: Annotated[
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")

@@ -61,7 +61,7 @@ _vkit() {
         'bench:--structured-outputs-backend') COMPREPLY=($(compgen -W 'auto llguidance' -- "$current")); return ;;
         'bench:--threads') COMPREPLY=(); return ;;
         'bench:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
-        'bench:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
+        'bench:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16 fp8 fp8_e4m3 fp8_e5m2 int8' -- "$current")); return ;;
         'bench:--kv-transfer-config') COMPREPLY=(); return ;;
         'bench:--hf-overrides') COMPREPLY=(); return ;;
         'bench:--max-num-seqs') COMPREPLY=(); return ;;
@@ -95,7 +95,7 @@ _vkit() {
         'chat:--structured-outputs-backend') COMPREPLY=($(compgen -W 'auto llguidance' -- "$current")); return ;;
         'chat:--threads') COMPREPLY=(); return ;;
         'chat:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
-        'chat:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
+        'chat:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16 fp8 fp8_e4m3 fp8_e5m2 int8' -- "$current")); return ;;
         'chat:--kv-transfer-config') COMPREPLY=(); return ;;
         'chat:--hf-overrides') COMPREPLY=(); return ;;
         'chat:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
@@ -136,7 +136,7 @@ _vkit() {
         'complete:--structured-outputs-backend') COMPREPLY=($(compgen -W 'auto llguidance' -- "$current")); return ;;
         'complete:--threads') COMPREPLY=(); return ;;
         'complete:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
-        'complete:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
+        'complete:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16 fp8 fp8_e4m3 fp8_e5m2 int8' -- "$current")); return ;;
         'complete:--kv-transfer-config') COMPREPLY=(); return ;;
         'complete:--hf-overrides') COMPREPLY=(); return ;;
         'complete:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
@@ -203,7 +203,7 @@ _vkit() {
         'serve:--structured-outputs-backend') COMPREPLY=($(compgen -W 'auto llguidance' -- "$current")); return ;;
         'serve:--threads') COMPREPLY=(); return ;;
         'serve:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
-        'serve:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
+        'serve:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16 fp8 fp8_e4m3 fp8_e5m2 int8' -- "$current")); return ;;
         'serve:--kv-transfer-config') COMPREPLY=(); return ;;
         'serve:--hf-overrides') COMPREPLY=(); return ;;
         'serve:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;

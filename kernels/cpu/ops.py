@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vkit.kernels.block_formats import BLOCK_FORMATS
 from vkit.kernels.cpu.cache import Cache
-from vkit.kernels.cpu.dtypes import DTYPE_IDS
+from vkit.kernels.cpu.dtypes import CACHE_IDS, DTYPE_IDS
 from vkit.kernels.cpu.library import ROWS_SEQS, Library, Op, make_op
 from vkit.kernels.cpu.tape import Eager, Node, Recording, Region, Tape, current
 from vkit.kernels.cpu.weights import KIND_FLOATS, KIND_PAIRS, PACKED_FORMATS, WeightCache, block_kind
@@ -402,7 +402,7 @@ class Operations:
         numbers = (
             *(k.shape[1], int(cache.is_tiled), k.shape[2], v.shape[2], DTYPE_IDS[k.dtype]),
             *(k.stride(0), v.stride(0), k.stride(1), v.stride(1)),
-            *(DTYPE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
+            *(CACHE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
         )
         pointers = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr())
         op = make_op("WRITE_KV", rows, pointers, numbers, row_factor=factor)
@@ -432,7 +432,7 @@ class Operations:
         out = tape.empty((q.shape[0], num_heads, width), q.dtype)
         numbers = (
             *(num_heads, cache.num_heads, q.shape[2], width, DTYPE_IDS[q.dtype], q.stride(0), q.stride(1)),
-            *(num_heads * width, DTYPE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
+            *(num_heads * width, CACHE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
             *(batch.block_table.stride(0), window or 0, int(cache.is_tiled)),
         )
         pointers: Pointers = (
