@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -21,9 +21,13 @@ from vkit.config import flag_of
 from vkit.errors import InvalidRequest, UsageError
 from vkit.types import SamplingParams, StructuredOutputs
 
+if TYPE_CHECKING:
+    from vkit.media import Media, MediaKind
+
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling"
 ENGINE_PANEL = "Engine"
+MEDIA_PANEL = "Media, for models that take them: before the prompt, or where it has their placeholders"
 CONSTRAINT_PANEL = "Constraint on the output (one of them)"
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -72,6 +76,43 @@ def _model_option(flag: str, metavar: str, help: str) -> Any:
 
 def _engine_option(*flags: str, help: str, **settings: Any) -> Any:
     return typer.Option(*flags, help=help, rich_help_panel=ENGINE_PANEL, **settings)
+
+
+def _media_option(flag: str, help: str) -> Any:
+    return typer.Option(flag, metavar="PATH|URL", help=help, rich_help_panel=MEDIA_PANEL)
+
+
+@dataclass(frozen=True)
+class MediaFlags:
+    """Images, videos and sound that go with a prompt."""
+
+    image: Annotated[list[str] | None, _media_option("--image", "Show this picture; may be given several times.")] = (
+        None
+    )
+    video: Annotated[list[str] | None, _media_option("--video", "Show this clip; may be given several times.")] = None
+    audio: Annotated[list[str] | None, _media_option("--audio", "Play this recording; may be given several times.")] = (
+        None
+    )
+
+    def items(self) -> dict[MediaKind, list[Media]]:
+        """The media, decoded, by kind.
+
+        Raises:
+            UsageError: a file or URL that cannot be read or decoded; names the flag.
+            MissingExtra: the libraries that decode are not installed.
+        """
+        given: dict[MediaKind, list[str] | None] = {"image": self.image, "video": self.video, "audio": self.audio}
+        if not any(given.values()):
+            return {}
+        from vkit.media.given import as_media
+
+        read: dict[MediaKind, list[Media]] = {}
+        for kind, items in given.items():
+            try:
+                read[kind] = [as_media(kind, item) for item in items or ()]
+            except InvalidRequest as error:
+                raise UsageError(f"--{error.message}", remedy=error.remedy) from None
+        return {kind: found for kind, found in read.items() if found}
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     )
     from vkit.inputs import PromptOptions
     from vkit.llm import LLM
+    from vkit.media import AudioMedia, ImageMedia, VideoMedia
+    from vkit.models import register_model
     from vkit.parsers.events import ContentDelta, ReasoningDelta, ToolCallDelta
     from vkit.parsers.json_calls import JsonCalls
     from vkit.parsers.python_calls import PythonCalls
@@ -65,6 +67,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AudioMedia",
     "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
@@ -76,6 +79,7 @@ __all__ = [
     "EngineDeadError",
     "ExitStatus",
     "FinishReason",
+    "ImageMedia",
     "InvalidRequest",
     "JsonCalls",
     "KVConnector",
@@ -101,11 +105,13 @@ __all__ = [
     "ToolCallDelta",
     "ToolReader",
     "UsageError",
+    "VideoMedia",
     "VkitError",
     "WorkerSide",
     "XmlCalls",
     "check_constraint",
     "register_kv_connector",
+    "register_model",
     "register_reasoning_parser",
     "register_tool_parser",
     "resolve_model",
@@ -125,6 +131,8 @@ _HOMES = {
     "vkit.beam_search": ("BeamSearchParams",),
     "vkit.inputs": ("PromptOptions",),
     "vkit.llm": ("LLM",),
+    "vkit.media": ("AudioMedia", "ImageMedia", "VideoMedia"),
+    "vkit.models": ("register_model",),
     "vkit.parsers.events": ("ContentDelta", "ReasoningDelta", "ToolCallDelta"),
     "vkit.parsers.json_calls": ("JsonCalls",),
     "vkit.parsers.python_calls": ("PythonCalls",),

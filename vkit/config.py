@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,9 @@ from vkit.errors import OutOfMemoryPreflight, UsageError
 from vkit.kv_transfer import KVTransferConfig
 
 DEFAULT_NUM_BLOCKS = 256
+DEFAULT_MAX_LORAS = 4
+BLOCK_SIZE_MULTIPLE = 16
+"""Tokens per block come in multiples of this."""
 DEFAULT_MEMORY_UTILIZATION = 0.92
 DENSE_TOKEN_BUDGET = 2048
 MOE_TOKEN_BUDGET = 8192
@@ -42,6 +45,7 @@ PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 CPU_PRECISIONS = ("fast", "exact")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance")
+CONTENT_FORMATS = ("auto", "string", "openai")
 CACHE_KINDS = ("full", "sliding", "state")
 
 
@@ -100,6 +104,18 @@ class ModelFacts:
         page = max(group.page_bytes(block_size) for group in self.cache_groups)
         return page * max(group.num_layers for group in self.cache_groups)
 
+    def block_size_for(self, asked: int) -> int:
+        """Tokens per block: `asked`, or as many more as fill the page that a recurrent layer's state takes.
+
+        States and tokens share pages of one size; a smaller block would leave most of each page empty.
+        """
+        states = [group.bytes_per_unit for group in self.cache_groups if group.kind == "state"]
+        tokens = [group.bytes_per_unit for group in self.cache_groups if group.kind != "state"]
+        if not states or not tokens:
+            return asked
+        filled = math.ceil(max(states) / max(tokens))
+        return max(asked, math.ceil(filled / BLOCK_SIZE_MULTIPLE) * BLOCK_SIZE_MULTIPLE)
+
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
         return sum(group.blocks_for(num_tokens, block_size, token_budget) for group in self.cache_groups)
@@ -139,6 +155,14 @@ class EngineArgs:
     """A file that replaces the checkpoint's tokenizer_config.json."""
     chat_template: str | None = None
     """A template file, or the template itself, that replaces the model's own."""
+    chat_template_content_format: str = "auto"
+    """How templates get message contents: "string", "openai" (lists of parts), or "auto": what the template reads."""
+    served_model_name: str | Sequence[str] | None = None
+    """Names that requests may call the model; the first is shown. None: the base name of `model`."""
+    tool_parser: str = "hermes"
+    """How `AsyncLLM.chat` and the server read tool calls; "auto" asks the chat template, "none" reads none."""
+    reasoning_parser: str = "none"
+    """How thoughts are told from answers; "auto" asks the chat template, "none": they are not."""
     dtype: str = "auto"
     device: str = "auto"
     block_size: int = 32
@@ -169,11 +193,21 @@ class EngineArgs:
     enable_jump_forward: bool = False
     """Append tokens that a grammar leaves no choice about without a step for each."""
     structured_outputs_backend: str = "auto"
+    enable_lora: bool = False
+    """Let requests choose low-rank adapters."""
+    lora_modules: Sequence[str] | Mapping[str, str] = ()
+    """Adapters to load at start: name=path each, or a mapping from name to path."""
+    max_loras: int | None = None
+    """Most different adapters that run at a time; None: 4."""
     seed: int | None = None
     """Seed of requests that bring none; None: a fresh one per process."""
     hf_overrides: Mapping[str, Any] | str | None = None
     """Keys of config.json to replace; a mapping, or a JSON object as text."""
     logprobs_mode: str = "raw_logprobs"
+    logits_processors: str | Sequence[str] = ()
+    """Classes that edit every step's logits, as "module:Class", beside the installed ones."""
+    kv_cache_metrics: bool = False
+    """Measure how long blocks of the KV cache live, idle and wait to be used again."""
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for per position; -1: no limit."""
     deterministic: bool = False
@@ -193,10 +227,19 @@ class EngineArgs:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise UsageError(f"--model: expected a directory or a .gguf file, got {self.model!r}")
-        for name in ("tokenizer", "tokenizer_config", "chat_template"):
+        for name in ("tokenizer", "tokenizer_config", "chat_template", "tool_parser", "reasoning_parser"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
+            if (value is not None or name.endswith("_parser")) and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
+        object.__setattr__(self, "served_model_name", _names(self.served_model_name))
+        object.__setattr__(self, "logits_processors", _class_paths(self.logits_processors))
+        object.__setattr__(self, "lora_modules", _named_paths(self.lora_modules))
+        if not self.enable_lora and (self.lora_modules or self.max_loras is not None):
+            flag = "--lora-modules" if self.lora_modules else "--max-loras"
+            raise UsageError(f"{flag}: needs --enable-lora")
+        if self.max_loras is not None:
+            _check_int("max_loras", self.max_loras, 1)
+        _check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
@@ -229,7 +272,15 @@ class EngineArgs:
         for name in ("enable_prefix_caching", "async_scheduling"):
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
-        for name in ("enable_chunked_prefill", "enable_jump_forward", "deterministic", "gguf_dequantize", "no_mmap"):
+        for name in (
+            "enable_chunked_prefill",
+            "enable_jump_forward",
+            "enable_lora",
+            "deterministic",
+            "gguf_dequantize",
+            "no_mmap",
+            "kv_cache_metrics",
+        ):
             _check_bool(name, getattr(self, name))
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
@@ -277,6 +328,12 @@ class EngineArgs:
         notes: list[str] = []
         max_model_len = checked_max_model_len(self.max_model_len, model)
         token_budget = resolve_token_budget(self, max_model_len, model.is_moe)
+        block_size = model.block_size_for(self.block_size)
+        if block_size != self.block_size:
+            notes.append(
+                f"--block-size raised from {self.block_size} to {block_size} tokens, which take the memory of one"
+                " recurrent state"
+            )
         pool = size_pool(self, model, device, max_model_len, token_budget)
         notes.extend(pool.notes)
         prefix_caching = self.enable_prefix_caching
@@ -298,9 +355,13 @@ class EngineArgs:
             tokenizer=self.tokenizer,
             tokenizer_config=self.tokenizer_config,
             chat_template=self.chat_template,
+            chat_template_content_format=self.chat_template_content_format,
+            served_model_name=tuple(self.served_model_name or (_base_name(self.model),)),
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
             dtype=resolve_dtype(self.dtype, model.dtype, device),
             device=device.kind,
-            block_size=self.block_size,
+            block_size=block_size,
             num_blocks=pool.num_blocks,
             max_model_len=pool.max_model_len,
             max_num_seqs=self.max_num_seqs,
@@ -314,10 +375,15 @@ class EngineArgs:
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
             enable_jump_forward=self.enable_jump_forward,
+            enable_lora=self.enable_lora,
+            lora_modules=tuple(self.lora_modules),
+            max_loras=(self.max_loras or DEFAULT_MAX_LORAS) if self.enable_lora else 0,
             structured_outputs_backend="llguidance",
             seed=self.seed,
             hf_overrides=dict(overrides or {}),
             logprobs_mode=self.logprobs_mode,
+            logits_processors=tuple(self.logits_processors),
+            kv_cache_metrics=self.kv_cache_metrics,
             max_logprobs=self.max_logprobs,
             deterministic=self.deterministic,
             threads=self.threads or device.num_threads,
@@ -338,6 +404,10 @@ class EngineConfig:
     tokenizer: str | None = None
     tokenizer_config: str | None = None
     chat_template: str | None = None
+    chat_template_content_format: str = "auto"
+    served_model_name: tuple[str, ...] = ()
+    tool_parser: str = "hermes"
+    reasoning_parser: str = "none"
     dtype: str
     """"float32", "bfloat16" or "float16"."""
     device: str
@@ -357,11 +427,18 @@ class EngineConfig:
     prefix_caching_hash_algo: str
     async_scheduling: bool
     enable_jump_forward: bool
+    enable_lora: bool = False
+    lora_modules: tuple[str, ...] = ()
+    """Adapters to load at start, name=path each."""
+    max_loras: int = 0
+    """Most different adapters that run at a time; 0: requests cannot choose any."""
     structured_outputs_backend: str
     """What compiles and follows grammars; decided even where none is installed: requests that need it are refused."""
     seed: int | None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     logprobs_mode: str
+    logits_processors: tuple[str, ...] = ()
+    kv_cache_metrics: bool = False
     max_logprobs: int
     deterministic: bool
     threads: int
@@ -381,6 +458,42 @@ class PoolSize:
     num_blocks: int
     max_model_len: int
     notes: tuple[str, ...] = ()
+
+
+def _names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    names = (given,) if isinstance(given, str) else given
+    if names is not None and (not names or not all(isinstance(name, str) and name for name in names)):
+        raise UsageError(f"--served-model-name: expected a name or several, none of them empty, got {given!r}")
+    return None if names is None else tuple(dict.fromkeys(names))
+
+
+def _named_paths(given: Sequence[str] | Mapping[str, str]) -> tuple[str, ...]:
+    if isinstance(given, Mapping):
+        given = tuple(f"{name}={path}" for name, path in given.items())
+    items = (given,) if isinstance(given, str) else tuple(given)
+    names = []
+    for item in items:
+        name, _, path = item.partition("=") if isinstance(item, str) else ("", "", "")
+        if not name or not path:
+            raise UsageError(f"--lora-modules: expected NAME=PATH, got {item!r}")
+        names.append(name)
+    if len(set(names)) < len(names):
+        raise UsageError(f"--lora-modules: a name is given twice: {', '.join(names)}")
+    return items
+
+
+def _class_paths(given: str | Sequence[str]) -> tuple[str, ...]:
+    paths = (given,) if isinstance(given, str) else tuple(given)
+    for path in paths:
+        parts = path.split(":") if isinstance(path, str) else ()
+        if len(parts) != 2 or not all(part.isidentifier() for whole in parts for part in whole.split(".")):
+            raise UsageError(f"--logits-processors: expected module:Class, got {path!r}")
+    return tuple(dict.fromkeys(paths))
+
+
+def _base_name(model: str) -> str:
+    """The last part of a path, without .gguf."""
+    return os.path.basename(os.path.normpath(model)).removesuffix(".gguf")
 
 
 def flag_of(field_name: str) -> str:
@@ -474,8 +587,12 @@ class _Sizing:
     token_budget: int
 
     @property
+    def block_size(self) -> int:
+        return self.model.block_size_for(self.args.block_size)
+
+    @property
     def bytes_per_block(self) -> int:
-        return self.model.bytes_per_block(self.args.block_size)
+        return self.model.bytes_per_block(self.block_size)
 
     @property
     def used_bytes(self) -> int:
@@ -484,7 +601,7 @@ class _Sizing:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Pool size that holds one sequence of `num_tokens`, the null block included."""
-        return 1 + self.model.blocks_for(num_tokens, self.args.block_size, self.token_budget)
+        return 1 + self.model.blocks_for(num_tokens, self.block_size, self.token_budget)
 
     def longest_in(self, num_blocks: int) -> int:
         """Longest sequence a pool of `num_blocks` holds, up to max_model_len; 0 if none."""
@@ -551,7 +668,7 @@ class _Sizing:
             raise self.too_small(num_blocks, fits, source)
         note = (
             f"context lowered from {self.max_model_len} to {fits} tokens, which is what {source} holds"
-            f" ({num_blocks} KV blocks of {self.args.block_size}); --max-model-len, --num-blocks or"
+            f" ({num_blocks} KV blocks of {self.block_size}); --max-model-len, --num-blocks or"
             " --kv-cache-memory change it"
         )
         return PoolSize(num_blocks, fits, (note,))
@@ -559,7 +676,7 @@ class _Sizing:
     def too_small(self, num_blocks: int, fits: int, source: str) -> OutOfMemoryPreflight:
         return OutOfMemoryPreflight(
             f"one sequence of {self.max_model_len} tokens needs {self.blocks_for(self.max_model_len)} KV blocks of"
-            f" {self.args.block_size}; {source} gives {num_blocks}",
+            f" {self.block_size}; {source} gives {num_blocks}",
             remedy=f"--max-model-len {fits} would fit" if fits >= 2 else "raise --num-blocks or --kv-cache-memory",
         )
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vkit import discovery, kernels
+from vkit.adapters import AdapterRegistry, let_listen, open_adapters
 from vkit.cache.connector import ConnectorContext, KVConnector, TransferReport, WorkerSide
 from vkit.cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from vkit.config import (
@@ -32,20 +34,26 @@ from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
-from vkit.inputs import InputProcessor
+from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.kv_transfer import KVTransferConfig
+from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
-from vkit.logits import BatchLogitsProcessor
-from vkit.models import HFConfig, build_model, create_model
+from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
+from vkit.media.conversation import with_placeholders
+from vkit.models import HFConfig, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
+from vkit.parsers.events import ReplyContext
+from vkit.parsers.output import OutputParsers, open_parsers
+from vkit.pooling import EmbeddingForm, Pooling, embedding_form
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
 from vkit.structured.compiler import GrammarCompiler, require_backend
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
+from vkit.types import ReasoningMarks
 
 logger = logging.getLogger("vkit")
 
@@ -53,6 +61,7 @@ ProgressCallback = Callable[[int, int], None]
 """(bytes loaded, bytes in all)"""
 
 PROCESSOR_GROUP = "vkit.logits_processors"
+_PROCESSOR_METHODS = ("is_argmax_invariant", "update_state", "apply")
 DEFAULT_CONTEXT = 2048
 """Context limit of a model whose configuration names none."""
 
@@ -72,8 +81,15 @@ class ResidentModel:
         self._checkpoint = checkpoint
         self._config = config
         self._worker = worker
-        self._model: CausalLM | None = build_model(checkpoint, config, progress)
-        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, worker)
+        self._switch = AdapterSwitch() if config.enable_lora else None
+        self._model: CausalLM | None = self._build(progress)
+        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, self._switch, worker)
+
+    def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
+        model = build_model(self._checkpoint, self._config, progress)
+        if self._switch is not None:
+            let_listen(model, self._switch)
+        return model
 
     copies_states = Runner.copies_states
 
@@ -106,11 +122,11 @@ class ResidentModel:
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
         if self._model is None and "weights" in tags:
-            self._model = build_model(self._checkpoint, self._config)
+            self._model = self._build()
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
-            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._worker)
+            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._switch, self._worker)
 
     def close(self) -> None:
         """Free everything."""
@@ -128,7 +144,27 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     settings: Mapping[str, Any]
     """The effective configuration in plain JSON values."""
+    parsers: OutputParsers = field(default_factory=lambda: OutputParsers(None, None))
+    """How replies are read."""
+    served_model_names: tuple[str, ...] = ("model",)
+    """What requests may call the model; the first is shown."""
+    chat_template_content_format: str = "auto"
     on_close: Callable[[], None] = lambda: None
+    embedding: EmbeddingForm | None = None
+    """What the vectors are like, where the model makes embeddings."""
+    adapters: AdapterRegistry | None = None
+    """What requests may choose among; None: the engine runs without adapters."""
+
+    @property
+    def required_adapters(self) -> AdapterRegistry:
+        """The adapters.
+
+        Raises:
+            InvalidRequest: the engine runs without any.
+        """
+        if self.adapters is None:
+            raise InvalidRequest("lora: this engine runs without adapters", param="lora", remedy="use --enable-lora")
+        return self.adapters
 
     @property
     def required_tokenizer(self) -> Tokenizer:
@@ -155,7 +191,9 @@ class LoadedModel:
         Raises:
             InvalidRequest: it does not compile.
         """
-        return ChatTemplate.for_tokenizer(self.required_tokenizer, override=source)
+        return ChatTemplate.for_tokenizer(
+            self.required_tokenizer, override=source, content_format=self.chat_template_content_format
+        )
 
     def render_chat(
         self,
@@ -176,6 +214,8 @@ class LoadedModel:
             raise InvalidRequest(
                 "the model has no chat template", param="messages", remedy="give one with --chat-template"
             )
+        if self.inputs.media is not None and template.content_format == "string":
+            messages = with_placeholders(messages, self.inputs.media)
         return template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **dict(variables or {})
         )
@@ -192,6 +232,31 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Processor:
+    """A batch-level logits processor that can be built."""
+
+    name: str
+    factory: BatchLogitsProcessorFactory
+
+    @property
+    def check(self) -> RequestCheck | None:
+        """Its say on each request."""
+        found: RequestCheck | None = getattr(self.factory, "validate_params", None)
+        return found
+
+    def build(self, vocab_size: int) -> BatchLogitsProcessor:
+        """A processor for one engine.
+
+        Raises:
+            UsageError: it cannot be built.
+        """
+        try:
+            return self.factory(vocab_size)
+        except Exception as error:  # somebody else's code
+            raise UsageError(f"logits processor {self.name}: cannot be built: {error!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedModel:
     """A model whose files and settings have passed every check that needs no weights."""
 
@@ -200,6 +265,12 @@ class CheckedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     cache_specs: Sequence[LayerCacheSpec | None]
+    parsers: OutputParsers
+    """How replies are read."""
+    processors: tuple[_Processor, ...] = ()
+    """Batch-level logits processors, installed and named."""
+    embedding: EmbeddingForm | None = None
+    adapters: AdapterRegistry | None = None
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -215,10 +286,11 @@ class CheckedModel:
         connector = self._connector(groups, announced)
         resident = ResidentModel(checkpoint, config, progress, None if connector is None else connector.worker)
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
-        plugins, checks = _plugins(vocab_size)
-        engine = Engine(
-            engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins, connector=connector
-        )
+        plugins = [processor.build(vocab_size) for processor in self.processors]
+        checks = tuple(processor.check for processor in self.processors if processor.check is not None)
+        embedding = self.embedding
+        own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
+        engine = Engine(own, resident, groups, tokenizer, plugins=plugins, connector=connector)
         announced.engine = engine
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
@@ -228,16 +300,32 @@ class CheckedModel:
             max_logprobs=config.max_logprobs,
             generation_config=checkpoint.generation_config,
             compile_grammar=grammars.compile,
+            reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
+            embeds=embedding is not None,
+            find_adapter=self.adapters.find if self.adapters is not None else None,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
+        settings["logits_processors"] = [processor.name for processor in self.processors]
         return_freed_memory()
 
         def close() -> None:
             grammars.close()
             resident.close()
 
-        return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, close)
+        return LoadedModel(
+            engine,
+            inputs,
+            tokenizer,
+            self.chat_template,
+            settings,
+            self.parsers,
+            config.served_model_name,
+            config.chat_template_content_format,
+            on_close=close,
+            embedding=embedding,
+            adapters=self.adapters,
+        )
 
     def _connector(self, groups: list[CacheGroup], announced: _Announced) -> KVConnector | None:
         chosen = self.config.kv_transfer_config
@@ -289,12 +377,42 @@ def check_model(args: EngineArgs) -> CheckedModel:
         Path(args.tokenizer) if args.tokenizer else checkpoint,
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
     )
-    template = _chat_template(tokenizer, args.chat_template)
-    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
-    config = args.resolve(_model_facts(checkpoint, args, specs), _device_facts(device))
+    processors = _processors(args.logits_processors)
+    template = _chat_template(tokenizer, args.chat_template, args.chat_template_content_format)
+    parsers = open_parsers(
+        args.tool_parser,
+        args.reasoning_parser,
+        chat_template=template.source if template is not None else None,
+        text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
+    )
+    facts, specs = describe_model(checkpoint, args, device)
+    embeds = getattr(model_class(checkpoint.architecture), "embeds", False)
+    embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
+    config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
-    return CheckedModel(config, checkpoint, tokenizer, template, specs)
+    adapters = _adapters(checkpoint, config) if config.enable_lora else None
+    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding, adapters)
+
+
+def _adapters(checkpoint: Checkpoint, config: EngineConfig) -> AdapterRegistry:
+    """The adapters named at start."""
+    modules = dict(item.split("=", 1) for item in config.lora_modules)
+    for name in modules.keys() & set(config.served_model_name):
+        raise UsageError(f"--lora-modules: {name!r} is the name of the model itself")
+    return open_adapters(checkpoint, config, {name: Path(path) for name, path in modules.items()})
+
+
+def describe_model(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device
+) -> tuple[ModelFacts, list[LayerCacheSpec | None]]:
+    """What settings depend on, and what each layer caches; no weight byte is read.
+
+    Raises:
+        ModelLoadError: the architecture is not computed here, or its configuration contradicts itself.
+    """
+    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
+    return _model_facts(checkpoint, args, specs), specs
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
@@ -307,16 +425,17 @@ def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> Lo
     return check_model(args).load(progress)
 
 
-def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
-    """The engine's own part of the configuration."""
+def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | None = None) -> EngineSettings:
+    """The engine's own part of the configuration. A model that embeds fills its context with the prompt alone."""
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
+        max_model_len=config.max_model_len + (pooling is not None),
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
+        max_loras=config.max_loras,
     )
     return EngineSettings(
         limits=limits,
@@ -335,6 +454,8 @@ def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
         loads_kv=config.kv_transfer_config is None or config.kv_transfer_config.loads,
         recomputes_kv=config.kv_transfer_config is not None
         and config.kv_transfer_config.kv_load_failure_policy == "recompute",
+        measures_blocks=config.kv_cache_metrics,
+        pooling=pooling,
     )
 
 
@@ -399,6 +520,15 @@ def _context_limit(checkpoint: Checkpoint) -> int:
     return HFConfig(checkpoint.config).integer(*CONTEXT_KEYS, default=DEFAULT_CONTEXT)
 
 
+def _marks_of(parsers: OutputParsers) -> MarksOf:
+    """What the parsers say of the thoughts after a prompt."""
+
+    def marks(prompt_text: str, variables: Mapping[str, Any]) -> ReasoningMarks | None:
+        return parsers.reasoning_marks(ReplyContext(prompt_text, (), chat_template_kwargs=variables))
+
+    return marks
+
+
 def _configured_ends(checkpoint: Checkpoint) -> frozenset[int]:
     """Further ids that end an output, by generation_config.json."""
     ends = checkpoint.generation_config.get("eos_token_id")
@@ -411,7 +541,7 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
     return HFConfig(checkpoint.config).text("dtype", "torch_dtype", default=default).removeprefix("torch.")
 
 
-def _chat_template(tokenizer: Tokenizer, override: str | None) -> ChatTemplate | None:
+def _chat_template(tokenizer: Tokenizer, override: str | None, content_format: str) -> ChatTemplate | None:
     """The template given (a file, or the text itself), else the model's own, else None."""
     if override is not None:
         path = Path(override)
@@ -420,32 +550,48 @@ def _chat_template(tokenizer: Tokenizer, override: str | None) -> ChatTemplate |
             raise UsageError(f"--chat-template: {override}: no such file, and no template either")
         source = override if is_text else path.read_text(encoding="utf-8")
         try:
-            return ChatTemplate.for_tokenizer(tokenizer, override=source)
+            return ChatTemplate.for_tokenizer(tokenizer, override=source, content_format=content_format)
         except InvalidRequest as error:
             raise UsageError(f"--chat-template: {error.message}") from None
     if not tokenizer.chat_templates:
         return None
     try:
-        return ChatTemplate.for_tokenizer(tokenizer)
+        return ChatTemplate.for_tokenizer(tokenizer, content_format=content_format)
     except InvalidRequest as error:
         logger.warning("the model's chat template cannot be used: %s", error.message)
         return None
 
 
-def _plugins(vocab_size: int) -> tuple[list[BatchLogitsProcessor], tuple[Callable[[Any], None], ...]]:
-    """Installed batch-level logits processors, and their say on each request."""
-    processors: list[BatchLogitsProcessor] = []
-    checks: list[Callable[[Any], None]] = []
+def _processors(named: Sequence[str]) -> tuple[_Processor, ...]:
+    """The batch-level logits processors that are installed, then those that were named.
+
+    Raises:
+        UsageError: a name that leads to no class.
+    """
     found = discovery.find(PROCESSOR_GROUP)
     for problem in found.problems:
         logger.warning("%s", problem)
-    for offer in found.offers.values():
-        factory, processor = discovery.load(offer, lambda factory: (factory, factory(vocab_size)))
-        processors.append(processor)
-        check = getattr(factory, "validate_params", None)
-        if check is not None:
-            checks.append(check)
-    return processors, tuple(checks)
+    installed = [
+        _Processor(offer.name, discovery.load(offer, lambda factory: factory)) for offer in found.offers.values()
+    ]
+    return (*installed, *(_Processor(path, _class_at(path)) for path in named))
+
+
+def _class_at(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        found: Any = import_module(module)
+    except Exception as error:  # somebody else's code, and a sentence is due whatever it does
+        raise UsageError(f"--logits-processors: {module} cannot be imported: {error!r}") from None
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    missing = [name for name in _PROCESSOR_METHODS if not callable(getattr(found, name, None))]
+    if not isinstance(found, type) or missing:
+        raise UsageError(
+            f"--logits-processors: {path} is no class with {', '.join(_PROCESSOR_METHODS)}",
+            remedy="docs/python.md says what a logits processor is",
+        )
+    return found
 
 
 def _shown(config: EngineConfig) -> dict[str, Any]:

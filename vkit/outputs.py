@@ -214,6 +214,8 @@ class OutputProcessor:
         sequence = child.sequence
         assert sequence.finish_reason is not None
         reason, stop_reason = sequence.finish_reason, sequence.stop_reason
+        if sequence.embedding is not None:
+            self._observe_prefill(state, child)
         if child.text_state is not None:
             piece, stop = child.text_state.finish()
             child.text += piece
@@ -314,6 +316,7 @@ class OutputProcessor:
             num_cached_tokens=first.num_cached_tokens,
             metrics=state.times,
             kv_transfer_params=first.kv_transfer_reply if finished else None,
+            embedding=first.embedding,
         )
 
     @staticmethod

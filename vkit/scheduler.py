@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from vkit.cache.connector import TransferReport
 from vkit.cache.manager import KVCacheManager, PrefixHit
+from vkit.cache.media import MediaCache
 from vkit.cache.transfer import NO_OFFER, KVTransfer, Offer, Outcome, is_waiting_loaded
 from vkit.policies import make_policy
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate, StepSamples
@@ -37,8 +38,14 @@ class SchedulerLimits:
     """Most of those that may be long; 0 = no such limit."""
     full_sequence_must_fit: bool = True
     """Admit a prompt only if the blocks for all of it are free."""
+    max_loras: int = 0
+    """Most different adapters among running sequences; 0 = no such limit."""
     watermark: float = 0.0
     """Share of the blocks that admission leaves free while others run."""
+    max_num_encoder_input_tokens: int = 0
+    """Most prompt tokens whose media one step encodes, and most that are kept encoded; 0 = the token budget."""
+    disable_chunked_mm_input: bool = False
+    """A step computes all tokens of a media item or none."""
 
     @property
     def long_prompt_tokens(self) -> int:
@@ -71,6 +78,8 @@ class Scheduler:
         """`jumps_forward`: tokens that a grammar leaves no choice about are appended without being sampled."""
         self.limits = limits
         self.cache = cache
+        encoder_budget = limits.max_num_encoder_input_tokens or limits.max_num_batched_tokens
+        self.media = MediaCache(encoder_budget, encoder_budget, splits_items=not limits.disable_chunked_mm_input)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_forced_tokens = 0
@@ -102,6 +111,10 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any sequence has not ended."""
         return bool(self._sequences)
+
+    def waiting(self) -> list[Sequence]:
+        """Sequences not running yet, or not any more, in no order."""
+        return [item for item in list(self._sequences.values()) if item.status is not SequenceStatus.RUNNING]
 
     def get(self, sequence_id: str) -> Sequence | None:
         """The sequence of that id, unless it has ended."""
@@ -146,6 +159,7 @@ class Scheduler:
         self._finished_ids.append(sequence.id)
         if self._transfer is not None:
             self._transfer.finished(sequence)
+        self.media.give_back(sequence)
         self._release(sequence)
 
     def take_ended(self) -> list[Sequence]:
@@ -159,6 +173,7 @@ class Scheduler:
         `max_num_seqs`, if given, is a lower limit on running sequences for this step alone.
         """
         self.cache.begin_pass()
+        self.media.begin_pass()
         work = _Pass(budget=self.limits.max_num_batched_tokens, items={})
         self._schedule_running(work)
         if not work.num_preempted:
@@ -177,7 +192,8 @@ class Scheduler:
                 sequence.num_output_placeholders += 1 + item.num_drafts
         self._step += 1
         finished_ids, self._finished_ids = self._finished_ids, []
-        return Plan(self._step, list(work.items.values()), finished_ids, self.cache.take_state_copies())
+        copies, media = self.cache.take_state_copies(), self.media.take_orders()
+        return Plan(self._step, list(work.items.values()), finished_ids, copies, media)
 
     def drop_finished(self, plan: Plan) -> None:
         """Take sequences out of a plan not yet run that ended since it was made.
@@ -195,6 +211,8 @@ class Scheduler:
             else:
                 kept.append(item)
         plan.scheduled = kept
+        if not kept:
+            self.media.clear()  # a plan that holds nothing does not run, nor do its orders
 
     def take_in_forced(self, plan: Plan) -> None:
         """Bring a plan made ahead up to date with tokens that were appended without being sampled since.
@@ -222,6 +240,7 @@ class Scheduler:
             self.cache.take_back_registrations(item.sequence)
             item.sequence.num_in_flight -= 1
             self._release(item.sequence)
+        self.media.clear()
 
     def preempt_all(self, *plans: Plan | None) -> None:
         """Make every running sequence give up its blocks, and forget these plans, which never ran to their end."""
@@ -236,6 +255,7 @@ class Scheduler:
         work = _Pass(budget=0, items={})
         while self.running:
             self._preempt(self.running[-1], work)
+        self.media.clear()
 
     def commit(self, plan: Plan, samples: StepSamples) -> list[SequenceUpdate]:
         """Book a step's tokens; the result names every sequence that got tokens or ended."""
@@ -253,6 +273,9 @@ class Scheduler:
                 continue
             if samples.errors and index in samples.errors:
                 self.finish(sequence, FinishReason.ERROR, error=samples.errors[index])
+                updates.append(SequenceUpdate(sequence, []))
+            elif index in samples.complete:
+                self.finish(sequence, FinishReason.STOP)
                 updates.append(SequenceUpdate(sequence, []))
             elif item.samples:
                 if item.num_drafts:
@@ -340,12 +363,19 @@ class Scheduler:
             return 0  # the tokens under way end it
         computed = sequence.num_computed_tokens
         want = sequence.num_tokens_with_drafts - computed
-        if want > 1:
+        if want > 1 or sequence.media:
             if limits.long_prefill_token_threshold > 0:
                 want = min(want, limits.long_prefill_token_threshold)
-            want = min(want, budget, limits.max_model_len - 1 - computed)
-            return self._aligned(sequence, computed, want)
+            return self._cut(sequence, computed, min(want, budget, limits.max_model_len - 1 - computed))
         return min(want, limits.max_model_len - 1 - computed)
+
+    def _cut(self, sequence: Sequence, computed: int, want: int) -> int:
+        """A chunk of at most `want` tokens, ended where it may end."""
+        aligned = self._aligned(sequence, computed, want)
+        capped = self.media.cap(sequence, computed, aligned)
+        if not capped and aligned < want:
+            return self.media.cap(sequence, computed, want)  # the boundary lies in an item that must stay whole
+        return capped
 
     def _aligned(self, sequence: Sequence, computed: int, want: int) -> int:
         """Where states can be reused, end a chunk at the last block boundary it crosses."""
@@ -364,7 +394,7 @@ class Scheduler:
         for sequence in self._policy.order(self._hit_length):
             if work.budget <= 0 or len(self.running) + len(admitted) >= min(self.limits.max_num_seqs, max_num_seqs):
                 break
-            if self._is_deferred(sequence):
+            if self._is_deferred(sequence) or self._lacks_adapter_slot(sequence, admitted):
                 continue
             if sequence.error is not None or not self.cache.fits_pool(sequence.num_tokens):
                 rejected.append(sequence)
@@ -384,6 +414,8 @@ class Scheduler:
                 continue
             start = hit.num_tokens + offer.num_tokens
             want = self._num_admitted(sequence, start, work.budget)
+            if want <= 0:
+                continue  # its media cannot be encoded in this step
             is_partial = start + want < sequence.num_tokens
             is_long = sequence.num_tokens > self.limits.long_prompt_tokens
             if is_partial and not self._may_be_partial(num_partial, num_long_partial, is_long):
@@ -418,11 +450,19 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING_FOR_REMOTE_KV
         self._deferred[sequence.id] = sequence
 
+    def _lacks_adapter_slot(self, sequence: Sequence, admitted: list[Sequence]) -> bool:
+        """Whether running this sequence now would mix more adapters than allowed."""
+        adapter, limit = sequence.adapter, self.limits.max_loras
+        if adapter is None or not limit:
+            return False
+        active = {item.adapter.key for item in (*self.running, *admitted) if item.adapter is not None}
+        return adapter.key not in active and len(active) >= limit
+
     def _num_admitted(self, sequence: Sequence, start: int, budget: int) -> int:
         want = min(sequence.num_tokens - start, budget)
         if self.limits.long_prefill_token_threshold > 0:
             want = min(want, self.limits.long_prefill_token_threshold)
-        return self._aligned(sequence, start, want)
+        return self._cut(sequence, start, want)
 
     def _may_be_partial(self, num_partial: int, num_long_partial: int, is_long: bool) -> bool:
         limits = self.limits
@@ -510,9 +550,12 @@ class Scheduler:
         samples = end >= known
         num_drafts = max(0, end - known)
         num_logits = 1 + num_drafts if samples else 0
-        if sequence.wants_prompt_logprobs:
+        if sequence.wants_all_rows:
+            num_logits = want
+        elif sequence.wants_prompt_logprobs:
             first_row = max(start, len(sequence.prompt_logprobs) - 1)
             num_logits = max(num_logits, end - first_row)
+        self.media.take(sequence, start, want)
         work.items[sequence.id] = ScheduledSequence(sequence, start, want, num_logits, samples, num_drafts)
         work.budget -= want
 
@@ -523,6 +566,7 @@ class Scheduler:
             work.budget += item.num_tokens
         self.cache.take_back_registrations(victim)
         self.cache.free(victim)
+        self.media.give_back(victim)
         self.running.remove(victim)
         if self._transfer is not None:
             self._transfer.preempted(victim)

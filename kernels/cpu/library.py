@@ -30,27 +30,15 @@ _FLAGS = (
     "-ffp-contract=off",  # a fused multiply-add is written as one, so that levels and tile heights agree
 )
 
-ABI: Final = 1
+ABI: Final = 2
 ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = -1, -2, -3
 FLAG_INDEPENDENT = 1
 
 OPCODES = (
-    *(
-        "PACK",
-        "QUANTIZE",
-        "GEMM",
-        "GEMM_PAIRS",
-        "GEMM_EXACT",
-        "DENSE",
-        "EMBED",
-        "RMS_NORM",
-        "GLU",
-        "ROPE",
-        "WRITE_KV",
-        "ATTENTION",
-    ),
-    *("ATTENTION_JOIN", "COMBINE", "UNARY", "LAYER_NORM", "ARGMAX", "READ"),
-    "DRAW",
+    *("PACK", "QUANTIZE", "GEMM", "GEMM_PAIRS", "GEMM_EXACT", "DENSE", "EMBED", "RMS_NORM", "GLU", "ROPE", "WRITE_KV"),
+    *("ATTENTION", "ATTENTION_JOIN", "COMBINE", "UNARY", "LAYER_NORM", "ARGMAX", "READ", "DRAW"),
+    *("SCALE_ROWS", "REPLACE_IDS", "HEAD_DENSE", "CONV", "LOG_DECAY", "DELTA", "SCAN"),
+    *("ROUTE", "EXPERT_SORT", "EXPERT_ROWS", "EXPERT_GEMM", "EXPERT_JOIN"),
 )
 OPCODE: dict[str, int] = {name: index for index, name in enumerate(OPCODES)}
 

@@ -30,7 +30,7 @@ _RECORDED = StepSizes(tokens=31, logits=17, seqs=13)
 
 _TOKEN_FIELDS = ("token_ids", "positions", "slot_mapping")
 _LOGITS_FIELDS = ("logits_rows",)
-_SEQ_FIELDS = ("seq_lens", "rows", "is_fresh")
+_SEQ_FIELDS = ("seq_lens", "rows", "is_fresh", "state_blocks")
 _BATCH_FIELDS = frozenset({*_TOKEN_FIELDS, *_LOGITS_FIELDS, *_SEQ_FIELDS, "cu_seqlens", "paged", "store"})
 
 
@@ -146,12 +146,17 @@ class _Inputs:
             for name in _fields_of(holder):
                 value: Tensor = getattr(holder, name)
                 self._fixed[where, name] = np.zeros(_limit(name, limits), value.numpy().dtype)
+        for where, blocks in _states(batch):
+            self._fixed[where, "state_blocks"] = np.zeros(limits.seqs, blocks.numpy().dtype)
 
     def recorded(self, batch: Any) -> Any:
         """A batch of the recorded sizes over the fixed memory; its values mean nothing."""
         parts = {where: self._replaced(holder, where) for where, holder in _holders(batch)}
         paged = [None if group is None else parts[index] for index, group in enumerate(batch.paged)]
-        return dataclasses.replace(parts[-1], paged=paged)
+        states: list[Tensor | None] = [None] * len(batch.state_blocks)
+        for where, _ in _states(batch):
+            states[where] = torch.from_numpy(self._fixed[where, "state_blocks"])[: _RECORDED.seqs]
+        return dataclasses.replace(parts[-1], paged=paged, state_blocks=states)
 
     def _replaced(self, holder: Any, where: int) -> Any:
         names = _fields_of(holder)
@@ -172,6 +177,8 @@ class _Inputs:
             for name in _fields_of(holder):
                 value = getattr(holder, name).numpy()
                 fixed[where, name][: len(value)] = value
+        for where, blocks in _states(batch):
+            fixed[where, "state_blocks"][: len(blocks)] = blocks.numpy()
 
 
 _HOST_READS = frozenset(
@@ -209,6 +216,11 @@ def _holders(batch: Any) -> Iterable[tuple[int, Any]]:
     """The batch (-1) and its cache groups."""
     yield -1, batch
     yield from ((index, group) for index, group in enumerate(batch.paged) if group is not None)
+
+
+def _states(batch: Any) -> Iterable[tuple[int, Tensor]]:
+    """The state blocks of the groups that keep states."""
+    return ((index, blocks) for index, blocks in enumerate(batch.state_blocks) if blocks is not None)
 
 
 def _fields_of(holder: Any) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ def test_blake3_against_its_published_vectors(size: int, digest: str) -> None:
 
 
 def test_peer_names_are_sha256_of_cbor() -> None:
-    naming = Naming(4, 0, is_peer=True)
+    naming = Naming(4, 0, is_peer=True, block_size=4)
     none = hashlib.sha256(b"\x61\x30").digest()  # the text "0"
     first = hashlib.sha256(b"\x83\x58\x20" + none + b"\x84\x01\x02\x18\x63\x19\x01\x00" + b"\xf6").digest()
     second = hashlib.sha256(b"\x83\x58\x20" + first + b"\x84\x05\x06\x07\x08" + b"\xf6").digest()
@@ -124,11 +124,19 @@ def test_peer_names_are_sha256_of_cbor() -> None:
 
 @pytest.mark.parametrize("is_peer", [True, False])
 def test_salts_share_nothing(is_peer: bool) -> None:
-    naming = Naming(4, 0, is_peer=is_peer)
+    naming = Naming(4, 0, is_peer=is_peer, block_size=4)
     names = {naming(sequence_of([1, 2, 3, 4], salt), 0, 1)[0] for salt in (None, "a", "b")}
     assert len(names) == 3
-    other = Naming(4, 1, is_peer=is_peer)
+    other = Naming(4, 1, is_peer=is_peer, block_size=4)
     assert other(sequence_of([1, 2, 3, 4]), 0, 1)[0] not in names
+
+
+def test_tokens_alone_do_not_name_what_an_adapter_computed() -> None:
+    naming = Naming(8, 0, is_peer=True, block_size=4)
+    plain, adapted = sequence_of(list(range(8))), sequence_of(list(range(8)))
+    adapted.adapter, adapted.block_hashes = object(), [b"a" * 32, b"b" * 32]  # type: ignore[assignment]
+    assert naming(adapted, 0, 1) == [hashlib.sha256(hashlib.sha256(b"\x61\x30").digest() + b"b" * 32).digest()]
+    assert naming(adapted, 0, 1) != naming(plain, 0, 1)
 
 
 # The form of a peer

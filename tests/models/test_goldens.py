@@ -93,6 +93,27 @@ def test_logits_and_greedy(
     assert len(driver.free) == driver.num_blocks - 1
 
 
+@pytest.mark.parametrize("name", [*FIRST, *FURTHER, *SENSITIVE])
+def test_steps_are_recorded(
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    load_golden: Callable[..., Any],
+    load_model: Callable[..., Any],
+    make_driver: Callable[..., Any],
+    make_options: Callable[..., Any],
+) -> None:
+    """Native kernels have every operation of every model, so that a step is one call."""
+    if not kernels.backends("cpu")[0].wrap_step:
+        pytest.skip("no native kernels here")
+    caplog.set_level("DEBUG", "vkit.kernels")
+    options = make_options(block_size=16)
+    driver = make_driver(load_model(name, options), options)
+    greedy_continuation(driver, {"a": load_golden(name).prompt()}, 64, 1)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message for message in messages if "recorded" in message]
+    assert not [message for message in messages if "op by op" in message or "no native kernel" in message]
+
+
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("chunk", [5, 64])

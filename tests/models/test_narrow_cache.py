@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {
     "tokenizer": str(GOLDENS / "byte_tokenizer"),
     "dtype": "float32",
     "block_size": 16,
-    "num_blocks": 20,
+    "num_blocks": 40,
     "max_model_len": 128,
     "max_num_seqs": 2,
     "threads": 1,

@@ -63,8 +63,9 @@ HASH_ALGORITHMS = ("blake3", "vllm", "sha256_cbor")
 class Naming:
     """How chunks are called. A salted sequence begins from a seed of its own, so it meets nobody else's."""
 
-    def __init__(self, chunk_tokens: int, seed: int, *, is_peer: bool) -> None:
+    def __init__(self, chunk_tokens: int, seed: int, *, is_peer: bool, block_size: int) -> None:
         self._chunk_tokens = chunk_tokens
+        self._block_size = block_size
         self._is_peer = is_peer
         self._seed = none_hash(str(seed)) if is_peer else blake3(str(seed).encode())
         self._chains: OrderedDict[str, list[bytes]] = OrderedDict()
@@ -72,6 +73,10 @@ class Naming:
     def __call__(self, sequence: EngineSequence, first: int, end: int) -> list[bytes]:
         """Names of chunks first .. end - 1; each chunk of a sequence is hashed once."""
         size = self._chunk_tokens
+        if sequence.adapter is not None or sequence.media:
+            # Tokens alone do not say what these keys and values are; the engine's own hashes do.
+            ends = [(chunk + 1) * (size // self._block_size) - 1 for chunk in range(first, end)]
+            return [hashlib.sha256(self._seed + sequence.block_hashes[last]).digest() for last in ends]
         chain = self._chains.setdefault(sequence.id, [])
         self._chains.move_to_end(sequence.id)
         while len(self._chains) > _MAX_CHAINS:
@@ -326,7 +331,7 @@ def make(context: ConnectorContext) -> KVConnector:
     except StoreUnavailable as error:
         raise UsageError(f"--kv-transfer-config: {context.config.kv_connector}: {error}") from None
     assert seed is not None
-    naming = Naming(chunk_tokens, seed, is_peer=is_peer)
+    naming = Naming(chunk_tokens, seed, is_peer=is_peer, block_size=context.block_size)
     stats = ConnectorStats()
     chunk_blocks = chunk_tokens // context.block_size
     if not is_peer:

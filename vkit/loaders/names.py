@@ -63,6 +63,21 @@ class NameMap:
             return TensorName(expert[1], prefix + self.per_expert[expert[1]].format(e=expert[2]), suffix)
         return None
 
+    def gguf_name(self, hf_name: str) -> tuple[str, str] | None:
+        """The GGUF name of a Hugging Face tensor and the map's key of it, else None. Of several the first."""
+        before, _, after = self.layer_prefix.partition("{i}")
+        layer = re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(after)}(.+)", hf_name)
+        rest = hf_name if layer is None else layer[2]
+        prefix = "" if layer is None else f"blk.{layer[1]}."
+        for key, name in self.exact.items():
+            if layer is not None and name == rest:
+                return prefix + key, key
+        base, _, suffix = rest.rpartition(".")
+        for key, name in (self.top if layer is None else self.layer).items():
+            if name == base and suffix in ("weight", "bias"):
+                return f"{prefix}{key}.{suffix}", key
+        return None
+
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 

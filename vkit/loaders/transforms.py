@@ -23,11 +23,14 @@ class Transform:
     """`apply` turns the file's weight into the Hugging Face one; `shape` its shape, or raises ValueError.
 
     `dtype` is what `apply` always returns, or None if it keeps the weight's type or packing. `copies` says that the
-    result shares no memory with the argument.
+    result shares no memory with the argument. `forward` is what a converter does: a dense Hugging Face weight to the
+    file's, of shape `forward_shape`.
     """
 
     apply: Callable[[BlockWeight, Config], BlockWeight]
+    forward: Callable[[torch.Tensor, Config], torch.Tensor]
     shape: Callable[[Shape, Config], Shape] = lambda shape, config: shape
+    forward_shape: Callable[[Shape], Shape] = lambda shape: shape
     dtype: torch.dtype | None = None
     copies: bool = False
 
@@ -63,7 +66,11 @@ def half_split_rows(heads_key: str) -> Transform:
         order = torch.arange(num_rows).view(config[heads_key], -1, 2).transpose(1, 2).reshape(-1)
         return weight.rows(order) if isinstance(weight, QuantizedTensor) else weight.index_select(0, order)
 
-    return Transform(apply, shape, copies=True)
+    def forward(weight: torch.Tensor, config: Config) -> torch.Tensor:
+        order = torch.arange(weight.shape[0]).view(config[heads_key], 2, -1).transpose(1, 2).reshape(-1)
+        return weight.index_select(0, order)
+
+    return Transform(apply, forward, shape, copies=True)
 
 
 def _minus_one(weight: BlockWeight, config: Config) -> BlockWeight:
@@ -94,20 +101,36 @@ def _reversed_matrix(shape: Shape, config: Config) -> Shape:
     return shape[::-1]
 
 
+def _reversed_shape(shape: Shape) -> Shape:
+    return shape[::-1]
+
+
 def _dense(weight: BlockWeight) -> torch.Tensor:
     return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.to(torch.float32)
 
 
-MINUS_ONE = Transform(_minus_one, dtype=torch.float32, copies=True)
+MINUS_ONE = Transform(
+    _minus_one, lambda weight, config: weight.to(torch.float32) + 1.0, dtype=torch.float32, copies=True
+)
 """Zero-centred norm weights: the file has 1 + w, the checkpoint w. Subtracted in float32."""
 
-LOGARITHM = Transform(_logarithm, dtype=torch.float32, copies=True)
+LOGARITHM = Transform(
+    _logarithm, lambda weight, config: -weight.to(torch.float32).exp(), dtype=torch.float32, copies=True
+)
 """Speeds of decay: the file has −exp(a), the checkpoint a."""
 
-DEPTHWISE = Transform(_with_middle, _matrix_with_middle, dtype=torch.float32)
+DEPTHWISE = Transform(
+    _with_middle,
+    lambda weight, config: weight.squeeze(1),
+    _matrix_with_middle,
+    lambda shape: (shape[0], shape[2]),
+    torch.float32,
+)
 """Kernels of a depthwise convolution (C, K) to the checkpoint's (C, 1, K)."""
 
-TRANSPOSED = Transform(_transpose, _reversed_matrix)
+TRANSPOSED = Transform(
+    _transpose, lambda weight, config: weight.t() if weight.ndim == 2 else weight, _reversed_matrix, _reversed_shape
+)
 """(out, in) to the (in, out) of GPT-2's own checkpoints; a view. A bias stays as it is."""
 
 

@@ -20,6 +20,7 @@ from vkit.server.openai import openai_routes
 from vkit.server.openapi import document_routes
 from vkit.server.problems import Problem, error_body, problem_from
 from vkit.server.routes import Route
+from vkit.server.settings import ModelKind
 from vkit.server.state import ServerState
 
 logger = logging.getLogger("vkit.server")
@@ -68,6 +69,7 @@ def _handler(row: Route, state: ServerState) -> HTTPRouteHandler:
             state.num_http_requests += 1
         try:
             if row.needs_engine:
+                _check_kind(row, state.settings.model_kind)
                 _ = state.engine
             return await row.handler(call)
         except ClientGone:
@@ -77,6 +79,22 @@ def _handler(row: Route, state: ServerState) -> HTTPRouteHandler:
 
     methods = [*row.methods, "HEAD"] if "GET" in row.methods and "HEAD" not in row.methods else list(row.methods)
     return route(row.path, http_method=methods, name=f"{row.methods[0]} {row.path}", status_code=200)(handle)  # type: ignore[arg-type]
+
+
+_WORKING_ROUTES = {
+    ModelKind.EMBEDDING: "makes embeddings and generates no text; use POST /v1/embeddings",
+    ModelKind.SPEECH: "transcribes speech and generates no text; use POST /v1/audio/transcriptions",
+}
+
+
+def _check_kind(row: Route, kind: ModelKind) -> None:
+    """Refuse what the loaded model does not do.
+
+    Raises:
+        Problem: 501 naming the route that works.
+    """
+    if kind not in row.kinds:
+        raise Problem(501, f"This model {_WORKING_ROUTES[kind]}.")
 
 
 def _problem_reply(

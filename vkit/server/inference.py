@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vkit.errors import RequestFailed
+from vkit.media import PlacedPrompt
 from vkit.server.engine_protocol import Engine
 from vkit.server.state import ServerState
 from vkit.types import (
@@ -34,6 +35,8 @@ class EnginePrompt:
     token_ids: list[int]
     text: str | None
     params: SamplingParams
+    placed: PlacedPrompt | None = None
+    """The same tokens with their media, if there are any."""
 
 
 @dataclass(slots=True)
@@ -178,7 +181,7 @@ class Run:
     async def _one(self, index: int, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt = self.prompts[index]
         outputs = self.engine.generate(
-            {"prompt_token_ids": prompt.token_ids},
+            {"prompt_token_ids": prompt.token_ids} if prompt.placed is None else prompt.placed,
             prompt.params.with_(output_kind=kind),
             request_id=self._ids[index],
             priority=self._priority,

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
+from vkit.media.sources import MediaAccess
 from vkit.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 DEFAULT_MAX_BODY_BYTES = 256 * 1024 * 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """How hard a request may ask the model to think."""
+
+
+class ModelKind(StrEnum):
+    """What the loaded model makes."""
+
+    TEXT = "text"
+    EMBEDDING = "embedding"
+    SPEECH = "speech"
+
 
 QUIET_PATHS = (
     "/health",
@@ -51,6 +62,7 @@ class ServerSettings:
     """The first is primary; all are accepted."""
     model_argument: str
     """What the operator passed as --model."""
+    model_kind: ModelKind = ModelKind.TEXT
     api_keys: tuple[str, ...] = ()
     root_path: str = ""
     cors: CorsSettings | None = None
@@ -81,8 +93,6 @@ class ServerSettings:
     """Replaces the checkpoint's generation_config.json; None takes the checkpoint's."""
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     scheduling_policy: str = "fcfs"
-    tool_call_parser: str = "hermes"
-    reasoning_parser: str = "none"
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort_map: Mapping[str, Any] = field(default_factory=dict)
     """What the template is told in place of a reasoning effort."""
@@ -94,4 +104,6 @@ class ServerSettings:
     responses_store_ttl_s: float = 3600.0
     enable_responses_store: bool = True
     repository_override: str = ""
+    media_access: MediaAccess = field(default_factory=MediaAccess)
+    """Where the media of requests may come from."""
     shutdown_timeout_s: float = 30.0

@@ -14,6 +14,7 @@ import msgspec
 from vkit import __version__
 from vkit.parsers.output import OutputParsers
 from vkit.server.engine_protocol import Engine
+from vkit.server.media import MediaReader
 from vkit.server.metrics import ServerMetrics
 from vkit.server.parsing import ReplyParsers
 from vkit.server.problems import clip, not_found, unavailable
@@ -55,6 +56,7 @@ class ServerState:
         self.running: dict[str, set[str]] = {}
         """Ids as clients see them to ids inside the engine."""
         self.defaults = Defaults({}, None)
+        self.media = MediaReader(settings.media_access)
         self.response_store: ResponseStore | None = None
         self._engine: Engine | None = None
         self.system_fingerprint = f"vkit-{__version__}-00000000"

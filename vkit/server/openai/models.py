@@ -42,7 +42,7 @@ def model_card(call: Call, name: str) -> ModelCard:
         id=name,
         created=created,
         root=call.settings.model_argument,
-        max_model_len=None if engine is None else engine.max_model_len,
+        max_model_len=(None if engine is None else engine.max_model_len) or None,
         permission=[permission],
         display_name=name,
         created_at=datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
