@@ -51,6 +51,7 @@ FULL = "full_attention"
 class Gemma4Attention(Attention):
     """Head norms on q, k and v (v's without weight), scores unscaled; values may be the unnormed keys."""
 
+    takes_cache_scales = False  # layers that borrow these keys would have to know
     v_norm: RMSNorm
     sight: Sight
 
