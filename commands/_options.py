@@ -292,13 +292,25 @@ class EngineFlags:
         _engine_option("--cpu-precision", help="exact keeps activations in floating point."),
     ] = "fast"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        _engine_option("--kv-cache-dtype", help="How keys and values are kept."),
+        Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
+        _engine_option("--kv-cache-dtype", help="How keys and values are kept; fp8 and int8 halve bfloat16."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt"] | None,
+        _engine_option(
+            "--quantization",
+            help="What the weights must be stored as; fp8 also rounds plain weights at load.",
+            show_default="as the checkpoint says",
+        ),
+    ] = None
     gguf_dequantize: Annotated[
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
     ] = False
     no_mmap: Annotated[bool, _engine_option("--no-mmap", help="Read weight files instead of mapping them.")] = False
+    kv_transfer_config: Annotated[
+        str | None,
+        _engine_option("--kv-transfer-config", metavar="JSON", help="Keep cache entries beyond this engine."),
+    ] = None
     hf_overrides: Annotated[
         str | None, _engine_option("--hf-overrides", metavar="JSON", help="Keys of config.json to replace.")
     ] = None
@@ -310,6 +322,32 @@ class EngineFlags:
     def engine_keywords(self) -> dict[str, Any]:
         """Keyword arguments for `vkit.LLM`."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class AdapterFlags:
+    """The low-rank adapter of a command that runs with one."""
+
+    enable_lora: Annotated[bool, _engine_option("--enable-lora", help="Run with a low-rank adapter.")] = False
+    lora_modules: Annotated[
+        list[str] | None,
+        _engine_option("--lora-modules", metavar="NAME=PATH", help="The adapter, a folder in PEFT's layout."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.enable_lora and len(self.lora_modules or ()) != 1:
+            raise UsageError(f"--lora-modules: one adapter is needed here, got {len(self.lora_modules or ())}")
+
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments for `vkit.LLM`."""
+        if not self.enable_lora and not self.lora_modules:
+            return {}
+        return {"enable_lora": self.enable_lora, "lora_modules": tuple(self.lora_modules or ())}
+
+    @property
+    def lora(self) -> str | None:
+        """The name of the adapter to run with."""
+        return (self.lora_modules or [""])[0].partition("=")[0] if self.enable_lora else None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Knows nothing of models, sampling or text.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -340,7 +340,7 @@ class BatchBuilder:
             return [torch.from_numpy(array) for array in arrays]
         return list(torch.split(self._on_device(np.concatenate(arrays)), [len(array) for array in arrays]))
 
-    def _on_device(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
+    def _on_device(self, values: NDArray[Any]) -> Tensor:
         if self._device.type == "cpu":
             return torch.from_numpy(values)
         return torch.from_numpy(values).pin_memory().to(self._device, non_blocking=True)

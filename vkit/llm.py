@@ -70,10 +70,13 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> list[RequestOutput]:
         """One output per prompt, in the same order. One `params` serves all prompts, a list gives each its own.
+
+        `kv_transfer_params` are for the cache connector; without one they have no effect.
 
         Raises:
             InvalidRequest: before anything runs; names the field.
@@ -91,6 +94,7 @@ class LLM:
                 request_id=self._name(),
                 priority=place,
                 cache_salt=cache_salt,
+                kv_transfer_params=kv_transfer_params,
                 lora=lora,
                 options=options,
             )
@@ -187,7 +191,10 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(
-            prompts, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
+            prompts,
+            params if params is not None else self._chat_params(),
+            lora=lora,
+            options=_told(chat_template_kwargs),
         )
 
     def chat_stream(
@@ -204,7 +211,10 @@ class LLM:
         """The answer to one conversation as it comes."""
         prompt = self._chat_prompt(messages, tools, add_generation_prompt, chat_template, chat_template_kwargs)
         return self.stream(
-            prompt, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
+            prompt,
+            params if params is not None else self._chat_params(),
+            lora=lora,
+            options=_told(chat_template_kwargs),
         )
 
     def with_placeholders(self, text: str, media: Mapping[MediaKind, Sequence[Media]]) -> str:

@@ -30,7 +30,7 @@ _RECORDED = StepSizes(tokens=31, logits=17, seqs=13)
 """Primes, so that every row count tells which size it comes from."""
 
 _KEPT_LOGITS = 64
-"""Rows of logits kept from step to step; more of them, as all of a prompt's may be, get memory of their own."""
+"""Rows of logits with a place of their own; more of them, as all of a prompt's may be, get new memory each time."""
 
 _TOKEN_FIELDS = ("token_ids", "positions", "slot_mapping")
 _LOGITS_FIELDS = ("logits_rows",)
@@ -108,7 +108,7 @@ class Program:
         """Find who writes the logits, so that steps can take turns between two places."""
         size = self.limits.logits * width * 4
         self._width = width
-        # Two, since a step's logits are read while the next one runs; not one per step: its pages would be new each time.
+        # Two, since a step's logits are read while the next one runs; new memory would come with new pages each time.
         self._logits = [torch.empty(_KEPT_LOGITS, width) for _ in range(2)]
         self._turn = 0
         self._slots = [

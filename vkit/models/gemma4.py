@@ -51,6 +51,7 @@ FULL = "full_attention"
 class Gemma4Attention(Attention):
     """Head norms on q, k and v (v's without weight), scores unscaled; values may be the unnormed keys."""
 
+    takes_cache_scales = False  # layers that borrow these keys would have to know
     v_norm: RMSNorm
     sight: Sight
 
@@ -262,6 +263,10 @@ class Gemma4ForConditionalGeneration(CausalLM):
             raise ModelLoadError("config.json: layer_types is missing")
         self.types = types
         self.num_own = self.num_layers - config.integer("num_kv_shared_layers", default=0)
+        borrowing = "|".join(str(layer) for layer in range(self.num_own, self.num_layers))
+        if borrowing:  # some files hold keys and values that nobody reads
+            unread = rf"model\.language_model\.layers\.({borrowing})\.self_attn\.(k_proj|v_proj|k_norm)\..*"
+            self.ignored_tensors = (*self.ignored_tensors, unread)
         self.rotary = {
             kind: RotaryEmbedding(
                 config.rope(options.max_model_len, layer_type=kind, head_dim=self.head_dim(kind == FULL))
