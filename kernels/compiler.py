@@ -1,4 +1,4 @@
-"""Calls the C++ compiler. Standard library alone, and nothing of ours: the package's build loads this file by its path."""
+"""Calls the C++ compiler. Standard library alone, nothing of ours: the package's build loads this file by its path."""
 
 from __future__ import annotations
 

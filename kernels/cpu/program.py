@@ -30,7 +30,7 @@ _RECORDED = StepSizes(tokens=31, logits=17, seqs=13)
 """Primes, so that every row count tells which size it comes from."""
 
 _KEPT_LOGITS = 64
-"""Rows of logits that have a place of their own; more of them, as all of a prompt's may be, get new memory each time."""
+"""Rows of logits that have a place of their own; more of them, as all of a prompt's may be, get new memory."""
 
 _TOKEN_FIELDS = ("token_ids", "positions", "slot_mapping")
 _LOGITS_FIELDS = ("logits_rows",)
