@@ -15,7 +15,7 @@ from typing import Any
 
 from vkit.beam_search import BeamSearchParams, beam_search
 from vkit.config import EngineArgs
-from vkit.engine_thread import EngineThread
+from vkit.engine_thread import EngineThread, close_with
 from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, EngineRequest, Prompt, PromptOptions, checked_token_ids
 from vkit.loading import LoadedModel, ProgressCallback, load_model
@@ -50,6 +50,7 @@ class LLM:
         self._loaded = loaded
         self._inputs = loaded.inputs
         self._thread = EngineThread(loaded.engine)
+        close_with(self, self._thread, loaded.close)
         self._names = itertools.count(1)
 
     def __enter__(self) -> LLM:
@@ -69,10 +70,13 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> list[RequestOutput]:
         """One output per prompt, in the same order. One `params` serves all prompts, a list gives each its own.
+
+        `kv_transfer_params` are for the cache connector; without one they have no effect.
 
         Raises:
             InvalidRequest: before anything runs; names the field.
@@ -90,6 +94,7 @@ class LLM:
                 request_id=self._name(),
                 priority=place,
                 cache_salt=cache_salt,
+                kv_transfer_params=kv_transfer_params,
                 lora=lora,
                 options=options,
             )

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from vkit import discovery, kernels
 from vkit.adapters import AdapterRegistry, let_listen, open_adapters
-from vkit.cache.groups import LayerCacheSpec, group_layers
+from vkit.cache.connector import ConnectorContext, KVConnector, TransferReport, WorkerSide
+from vkit.cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from vkit.config import (
     CacheGroupFacts,
     DeviceFacts,
@@ -28,16 +29,22 @@ from vkit.config import (
     resolve_dtype,
     resolve_kv_cache_dtype,
 )
+from vkit.connectors import cache_identity, make_connector
+from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
+from vkit.kv_transfer import KVTransferConfig
 from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
+from vkit.loaders.mmproj import ProjectedCheckpoint
+from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
+from vkit.media import KINDS, MediaProcessor
 from vkit.media.conversation import with_placeholders
-from vkit.models import HFConfig, build_model, create_model, model_class
+from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
 from vkit.parsers.events import ReplyContext
@@ -67,12 +74,19 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 class ResidentModel:
     """The model and its runner while they are in memory, and the way back when they are not."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, progress: ProgressCallback | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        progress: ProgressCallback | None,
+        worker: WorkerSide | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = config
+        self._worker = worker
         self._switch = AdapterSwitch() if config.enable_lora else None
         self._model: CausalLM | None = self._build(progress)
-        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, self._switch)
+        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, self._switch, worker)
 
     def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
         model = build_model(self._checkpoint, self._config, progress)
@@ -92,6 +106,16 @@ class ResidentModel:
         assert self._runner is not None, "a sleeping model runs no steps"
         return self._runner.execute(step)
 
+    def exchange(self, meta: Any) -> None:
+        """Let a cache connector work without a step."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        self._runner.exchange(meta)
+
+    def transfer_report(self) -> TransferReport:
+        """What became of a connector's loads and sends."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        return self._runner.transfer_report()
+
     def sleep(self, level: int) -> None:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
         self._runner = None
@@ -105,7 +129,7 @@ class ResidentModel:
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
-            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._switch)
+            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._switch, self._worker)
 
     def close(self) -> None:
         """Free everything."""
@@ -250,6 +274,7 @@ class CheckedModel:
     """Batch-level logits processors, installed and named."""
     embedding: EmbeddingForm | None = None
     adapters: AdapterRegistry | None = None
+    media: MediaProcessor | None = None
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -260,14 +285,17 @@ class CheckedModel:
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
         torch.set_num_threads(config.threads)
         kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
-        resident = ResidentModel(checkpoint, config, progress)
+        groups = group_layers(list(self.cache_specs))
+        announced = _Announced()
+        connector = self._connector(groups, announced)
+        resident = ResidentModel(checkpoint, config, progress, None if connector is None else connector.worker)
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins = [processor.build(vocab_size) for processor in self.processors]
         checks = tuple(processor.check for processor in self.processors if processor.check is not None)
-        groups = group_layers(list(self.cache_specs))
         embedding = self.embedding
         own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
-        engine = Engine(own, resident, groups, tokenizer, plugins=plugins)
+        engine = Engine(own, resident, groups, tokenizer, plugins=plugins, connector=connector)
+        announced.engine = engine
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -278,6 +306,12 @@ class CheckedModel:
             compile_grammar=grammars.compile,
             reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
+            media=self.media,
+            media_limits={
+                kind: config.limit_mm_per_prompt[kind] for kind in KINDS if kind in config.limit_mm_per_prompt
+            },
+            max_whole_media=_max_whole_media(config),
+            splits_media=not config.disable_chunked_mm_input,
             embeds=embedding is not None,
             find_adapter=self.adapters.find if self.adapters is not None else None,
         )
@@ -303,6 +337,34 @@ class CheckedModel:
             adapters=self.adapters,
         )
 
+    def _connector(self, groups: list[CacheGroup], announced: _Announced) -> KVConnector | None:
+        chosen = self.config.kv_transfer_config
+        if chosen is None:
+            return None
+        return make_connector(
+            ConnectorContext(
+                config=chosen,
+                groups=tuple(groups),
+                block_size=self.config.block_size,
+                identity=cache_identity(self.config, self.checkpoint, self.cache_specs),
+                model_name=self.checkpoint.name,
+                dtype=self.config.kv_cache_dtype,
+                specs=tuple(self.cache_specs),
+                notify=announced,
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Announced:
+    """Wakes the engine, once there is one."""
+
+    engine: Engine | None = None
+
+    def __call__(self) -> None:
+        if self.engine is not None:
+            self.engine.wake()
+
 
 def check_model(args: EngineArgs) -> CheckedModel:
     """The model that `args` names, checked; no weight byte is read.
@@ -316,7 +378,9 @@ def check_model(args: EngineArgs) -> CheckedModel:
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
     device = find_device(args.device)
-    checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
+    checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
+    if args.mmproj is not None:
+        checkpoint = ProjectedCheckpoint(checkpoint, Path(args.mmproj), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
         if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
@@ -336,11 +400,32 @@ def check_model(args: EngineArgs) -> CheckedModel:
     facts, specs = describe_model(checkpoint, args, device)
     embeds = getattr(model_class(checkpoint.architecture), "embeds", False)
     embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
+    media = _media_processor(checkpoint, args, device, tokenizer)
+    facts = dataclasses.replace(facts, media_kinds=media.kinds if media is not None else ())
     config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
     adapters = _adapters(checkpoint, config) if config.enable_lora else None
-    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding, adapters)
+    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding, adapters, media)
+
+
+def _media_processor(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device, tokenizer: Tokenizer
+) -> MediaProcessor | None:
+    """How the model takes media; None if it takes text only."""
+    context = MediaContext(
+        checkpoint.preprocessor_config("image"),
+        checkpoint.preprocessor_config("video"),
+        tokenizer.token_text,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.token_id,
+    )
+    return create_model(checkpoint, _provisional(args, checkpoint, device)).media_processor(context)
+
+
+def _max_whole_media(config: EngineConfig) -> int:
+    """Most tokens of one item that a step can hold."""
+    return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
 
 
 def _adapters(checkpoint: Checkpoint, config: EngineConfig) -> AdapterRegistry:
@@ -383,6 +468,8 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
+        max_num_encoder_input_tokens=config.max_num_encoder_input_tokens,
+        disable_chunked_mm_input=config.disable_chunked_mm_input,
         max_loras=config.max_loras,
     )
     return EngineSettings(
@@ -398,6 +485,10 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
         cache_dtype=config.kv_cache_dtype,
+        prefix_caching_seed=None if config.kv_transfer_config is None else SHARED_HASH_SEED,
+        loads_kv=config.kv_transfer_config is None or config.kv_transfer_config.loads,
+        recomputes_kv=config.kv_transfer_config is not None
+        and config.kv_transfer_config.kv_load_failure_policy == "recompute",
         measures_blocks=config.kv_cache_metrics,
         pooling=pooling,
     )
@@ -433,7 +524,8 @@ def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCach
     groups = []
     for group in group_layers(specs):
         units = [spec.bytes_per_unit for spec in (specs[layer] for layer in group.layers) if spec is not None]
-        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window))
+        granule = max(spec.granule for spec in (specs[layer] for layer in group.layers) if spec is not None)
+        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window, granule))
     config = HFConfig(checkpoint.config)
     num_experts = config.optional_integer(*_EXPERT_KEYS)
     per_token, per_seq = _activation_bytes(config)
@@ -541,4 +633,10 @@ def _class_at(path: str) -> Any:
 def _shown(config: EngineConfig) -> dict[str, Any]:
     """The configuration in plain JSON values."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, KVTransferConfig):
+        return {**value.as_json(), "kv_connector_extra_config": "set" if value.kv_connector_extra_config else None}
+    return dict(value) if isinstance(value, Mapping) else value

@@ -21,6 +21,7 @@ BUILTIN_MODELS: dict[str, str] = {
     "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
     "GPT2LMHeadModel": "gpt2",
     "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",

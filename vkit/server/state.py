@@ -23,6 +23,7 @@ from vkit.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from vkit.server.openai.responses.store import ResponseStore
+    from vkit.server.video.jobs import VideoJobs
 
 
 class EngineWithAdapters(Protocol):
@@ -64,6 +65,8 @@ class ServerState:
         self.running: dict[str, set[str]] = {}
         """Ids as clients see them to ids inside the engine."""
         self.defaults = Defaults({}, None)
+        self.videos: VideoJobs | None = None
+        """What makes videos, in a server that does."""
         self.media = MediaReader(settings.media_access)
         self.response_store: ResponseStore | None = None
         self._engine: Engine | None = None
