@@ -1,7 +1,7 @@
 """Any audio file, or the sound of any video file, as mono float32 samples at the rate a model wants.
 
-soundfile reads WAV, FLAC, Ogg and AIFF, in which it knows more sample formats; PyAV reads the rest. Limits are checked on
-the header first and again while decoding, since headers lie; at no time is more than one chunk of the original decoded.
+soundfile reads WAV, FLAC, Ogg and AIFF, in which it knows more sample formats; PyAV reads the rest. Limits are checked
+on the header first and again while decoding, since headers lie; no more than one chunk of the original is held decoded.
 """
 
 from __future__ import annotations
