@@ -26,6 +26,7 @@ from vkit.inputs import EngineRequest
 from vkit.logits import BatchLogitsProcessor
 from vkit.metrics import SLEEP_STATES, EngineMetrics, EngineStats, MetricFamily, Sample, gauge
 from vkit.outputs import OutputProcessor
+from vkit.pooling import Pooler, Pooling
 from vkit.sampler import Sampler
 from vkit.scheduler import Scheduler, SchedulerLimits
 from vkit.sequence import Plan, Sequence, SequenceUpdate
@@ -89,6 +90,8 @@ class EngineSettings:
     """How keys and values are kept; for display."""
     measures_blocks: bool = False
     enable_jump_forward: bool = False
+    pooling: Pooling | None = None
+    """Set where the model embeds: prompts end with a vector, and nothing is generated."""
 
 
 class Engine:
@@ -127,9 +130,13 @@ class Engine:
             hasher=hasher,
         )
         end_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
-        self.sampler = Sampler(
-            settings.vocab_size, logprobs_mode=settings.logprobs_mode, plugins=plugins, end_ids=end_ids
-        )
+        self.sampler: Sampler | Pooler
+        if settings.pooling is not None:
+            self.sampler = Pooler(settings.pooling)
+        else:
+            self.sampler = Sampler(
+                settings.vocab_size, logprobs_mode=settings.logprobs_mode, plugins=plugins, end_ids=end_ids
+            )
         self.scheduler = Scheduler(
             settings.limits,
             self.cache,
@@ -334,7 +341,8 @@ class Engine:
         sequences = []
         for index in range(count):
             own = params.with_(prompt_logprobs=None) if index and params.prompt_logprobs is not None else params
-            skips_cache = own.prompt_logprobs is not None or own.skip_reading_prefix_cache is True
+            wants_all_rows = isinstance(self.sampler, Pooler) and self.sampler.needs_all_rows
+            skips_cache = own.prompt_logprobs is not None or own.skip_reading_prefix_cache is True or wants_all_rows
             sequences.append(
                 Sequence(
                     id=f"{request.id}#{self._num_requests}.{index}",
@@ -347,6 +355,7 @@ class Engine:
                     stop_token_ids=request.stop_token_ids,
                     max_total_tokens=request.max_total_tokens,
                     cache_salt=request.cache_salt,
+                    adapter=request.adapter,
                     seed=seed + index,
                     bad_word_ids=request.bad_word_ids,
                     media=request.media,
@@ -354,6 +363,7 @@ class Engine:
                     position_delta=request.position_delta,
                     thinking=request.thinking,
                     reads_prefix_cache=not skips_cache,
+                    wants_all_rows=wants_all_rows,
                     pending_grammar=request.compile_grammar() if request.compile_grammar is not None else None,
                     prompt_logprobs=[None] if own.prompt_logprobs is not None else [],
                 )
@@ -515,6 +525,18 @@ class Engine:
             cache_settings=self._cache_settings(),
         )
 
+    def _adapter_families(self) -> list[MetricFamily]:
+        """Which adapters run and wait, where requests may choose one."""
+        limit = self.settings.limits.max_loras
+        if not limit:
+            return []
+        labels = {
+            "max_lora": str(limit),
+            "waiting_lora_adapters": _adapter_names(self.scheduler.waiting()),
+            "running_lora_adapters": _adapter_names(self.scheduler.running),
+        }
+        return [gauge("vllm:lora_requests_info", "Adapters that run and wait, as labels", time.time(), labels)]
+
     def metric_families(self) -> list[MetricFamily]:
         """A snapshot of everything measured, gauges included."""
         scheduler = self.scheduler
@@ -535,8 +557,13 @@ class Engine:
             gauge("vllm:kv_cache_usage_perc", "Share of the cache blocks in use, 0..1", self.pool.usage),
             MetricFamily("vllm:engine_sleep_state", "gauge", "1 for the state the engine is in", sleeping),
             gauge("vllm:cache_config_info", "Cache settings, as labels", 1, self._cache_settings()),
+            *self._adapter_families(),
             *self.metrics.families(),
         ]
+
+
+def _adapter_names(sequences: Iterable[Sequence]) -> str:
+    return ",".join(sorted({item.adapter.name for item in sequences if item.adapter is not None}))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vkit import discovery, kernels
+from vkit.adapters import AdapterRegistry, let_listen, open_adapters
 from vkit.cache.groups import LayerCacheSpec, group_layers
 from vkit.config import (
     CacheGroupFacts,
@@ -31,14 +32,20 @@ from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
+from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
+from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
-from vkit.models import HFConfig, build_model, create_model
+from vkit.media import KINDS, MediaProcessor
+from vkit.media.conversation import with_placeholders
+from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
+from vkit.models.media_context import preprocessor_config
 from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
+from vkit.pooling import EmbeddingForm, Pooling, embedding_form
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
@@ -66,8 +73,15 @@ class ResidentModel:
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, progress: ProgressCallback | None) -> None:
         self._checkpoint = checkpoint
         self._config = config
-        self._model: CausalLM | None = build_model(checkpoint, config, progress)
-        self._runner: Runner | None = Runner(self._model, config, config.num_blocks)
+        self._switch = AdapterSwitch() if config.enable_lora else None
+        self._model: CausalLM | None = self._build(progress)
+        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, self._switch)
+
+    def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
+        model = build_model(self._checkpoint, self._config, progress)
+        if self._switch is not None:
+            let_listen(model, self._switch)
+        return model
 
     copies_states = Runner.copies_states
 
@@ -90,11 +104,11 @@ class ResidentModel:
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
         if self._model is None and "weights" in tags:
-            self._model = build_model(self._checkpoint, self._config)
+            self._model = self._build()
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
-            self._runner = Runner(self._model, self._config, self._config.num_blocks)
+            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._switch)
 
     def close(self) -> None:
         """Free everything."""
@@ -118,6 +132,21 @@ class LoadedModel:
     """What requests may call the model; the first is shown."""
     chat_template_content_format: str = "auto"
     on_close: Callable[[], None] = lambda: None
+    embedding: EmbeddingForm | None = None
+    """What the vectors are like, where the model makes embeddings."""
+    adapters: AdapterRegistry | None = None
+    """What requests may choose among; None: the engine runs without adapters."""
+
+    @property
+    def required_adapters(self) -> AdapterRegistry:
+        """The adapters.
+
+        Raises:
+            InvalidRequest: the engine runs without any.
+        """
+        if self.adapters is None:
+            raise InvalidRequest("lora: this engine runs without adapters", param="lora", remedy="use --enable-lora")
+        return self.adapters
 
     @property
     def required_tokenizer(self) -> Tokenizer:
@@ -167,6 +196,8 @@ class LoadedModel:
             raise InvalidRequest(
                 "the model has no chat template", param="messages", remedy="give one with --chat-template"
             )
+        if self.inputs.media is not None and template.content_format == "string":
+            messages = with_placeholders(messages, self.inputs.media)
         return template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **dict(variables or {})
         )
@@ -220,6 +251,9 @@ class CheckedModel:
     """How replies are read."""
     processors: tuple[_Processor, ...] = ()
     """Batch-level logits processors, installed and named."""
+    embedding: EmbeddingForm | None = None
+    adapters: AdapterRegistry | None = None
+    media: MediaProcessor | None = None
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -235,7 +269,9 @@ class CheckedModel:
         plugins = [processor.build(vocab_size) for processor in self.processors]
         checks = tuple(processor.check for processor in self.processors if processor.check is not None)
         groups = group_layers(list(self.cache_specs))
-        engine = Engine(engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins)
+        embedding = self.embedding
+        own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
+        engine = Engine(own, resident, groups, tokenizer, plugins=plugins)
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -246,6 +282,14 @@ class CheckedModel:
             compile_grammar=grammars.compile,
             reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
+            media=self.media,
+            media_limits={
+                kind: config.limit_mm_per_prompt[kind] for kind in KINDS if kind in config.limit_mm_per_prompt
+            },
+            max_whole_media=_max_whole_media(config),
+            splits_media=not config.disable_chunked_mm_input,
+            embeds=embedding is not None,
+            find_adapter=self.adapters.find if self.adapters is not None else None,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
         settings["logits_processors"] = [processor.name for processor in self.processors]
@@ -265,6 +309,8 @@ class CheckedModel:
             config.served_model_name,
             config.chat_template_content_format,
             on_close=close,
+            embedding=embedding,
+            adapters=self.adapters,
         )
 
 
@@ -279,8 +325,10 @@ def check_model(args: EngineArgs) -> CheckedModel:
         require_backend("--structured-outputs-backend")
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
+    if args.mmproj is not None:
+        raise UsageError("--mmproj: vision projectors cannot be loaded yet")
     device = find_device(args.device)
-    checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
+    checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
     if isinstance(args.hf_overrides, Mapping):
         if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
@@ -298,10 +346,42 @@ def check_model(args: EngineArgs) -> CheckedModel:
         text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
     )
     facts, specs = describe_model(checkpoint, args, device)
+    embeds = getattr(model_class(checkpoint.architecture), "embeds", False)
+    embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
+    media = _media_processor(checkpoint, args, device, tokenizer)
+    facts = dataclasses.replace(facts, media_kinds=media.kinds if media is not None else ())
     config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
-    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors)
+    adapters = _adapters(checkpoint, config) if config.enable_lora else None
+    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding, adapters, media)
+
+
+def _media_processor(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device, tokenizer: Tokenizer
+) -> MediaProcessor | None:
+    """How the model takes media; None if it takes text only."""
+    context = MediaContext(
+        preprocessor_config(checkpoint.path / "preprocessor_config.json"),
+        preprocessor_config(checkpoint.path / "video_preprocessor_config.json"),
+        tokenizer.token_text,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.token_id,
+    )
+    return create_model(checkpoint, _provisional(args, checkpoint, device)).media_processor(context)
+
+
+def _max_whole_media(config: EngineConfig) -> int:
+    """Most tokens of one item that a step can hold."""
+    return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
+
+
+def _adapters(checkpoint: Checkpoint, config: EngineConfig) -> AdapterRegistry:
+    """The adapters named at start."""
+    modules = dict(item.split("=", 1) for item in config.lora_modules)
+    for name in modules.keys() & set(config.served_model_name):
+        raise UsageError(f"--lora-modules: {name!r} is the name of the model itself")
+    return open_adapters(checkpoint, config, {name: Path(path) for name, path in modules.items()})
 
 
 def describe_model(
@@ -326,16 +406,19 @@ def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> Lo
     return check_model(args).load(progress)
 
 
-def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
-    """The engine's own part of the configuration."""
+def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | None = None) -> EngineSettings:
+    """The engine's own part of the configuration. A model that embeds fills its context with the prompt alone."""
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
+        max_model_len=config.max_model_len + (pooling is not None),
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
+        max_num_encoder_input_tokens=config.max_num_encoder_input_tokens,
+        disable_chunked_mm_input=config.disable_chunked_mm_input,
+        max_loras=config.max_loras,
     )
     return EngineSettings(
         limits=limits,
@@ -351,6 +434,7 @@ def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
         seed=config.seed,
         cache_dtype=config.kv_cache_dtype,
         measures_blocks=config.kv_cache_metrics,
+        pooling=pooling,
     )
 
 
@@ -384,7 +468,8 @@ def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCach
     groups = []
     for group in group_layers(specs):
         units = [spec.bytes_per_unit for spec in (specs[layer] for layer in group.layers) if spec is not None]
-        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window))
+        granule = max(spec.granule for spec in (specs[layer] for layer in group.layers) if spec is not None)
+        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window, granule))
     config = HFConfig(checkpoint.config)
     num_experts = config.optional_integer(*_EXPERT_KEYS)
     per_token, per_seq = _activation_bytes(config)

@@ -214,6 +214,8 @@ class OutputProcessor:
         sequence = child.sequence
         assert sequence.finish_reason is not None
         reason, stop_reason = sequence.finish_reason, sequence.stop_reason
+        if sequence.embedding is not None:
+            self._observe_prefill(state, child)
         if child.text_state is not None:
             piece, stop = child.text_state.finish()
             child.text += piece
@@ -310,6 +312,7 @@ class OutputProcessor:
             prompt_logprobs=self._prompt_logprobs(state, first),
             num_cached_tokens=first.num_cached_tokens,
             metrics=state.times,
+            embedding=first.embedding,
         )
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from vkit import kernels
 from vkit.batch import Batch, BatchBuilder
 from vkit.cache.store import TensorStore
 from vkit.encoding import MediaEncoder, MediaStep
+from vkit.layers import AdapterSwitch, AdapterWeights
 from vkit.models.base import CausalLM
 from vkit.sequence import Plan, StateCopy
 
@@ -36,6 +37,15 @@ class RunnerConfig(Protocol):
         """Most tokens of one sequence."""
 
 
+@runtime_checkable
+class AdapterWithWeights(Protocol):
+    """A low-rank adapter as the runner needs it."""
+
+    @property
+    def weights(self) -> AdapterWeights:
+        """Per linear layer, its two matrices."""
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
     """One step's tensors, the states to copy before it runs, and the media to encode."""
@@ -43,6 +53,8 @@ class PreparedStep:
     batch: Batch
     state_copies: list[StateCopy]
     media: MediaStep
+    adapters: list[tuple[Tensor | None, AdapterWeights]]
+    """Rows of the batch's tokens, None for all of them, and the adapter they run with."""
 
 
 class Runner:
@@ -51,9 +63,13 @@ class Runner:
     copies_states = True
     """Whether plans may ask for states to be copied, so that prefixes of recurrent models can be reused."""
 
-    def __init__(self, model: CausalLM, config: RunnerConfig, num_blocks: int) -> None:
+    def __init__(
+        self, model: CausalLM, config: RunnerConfig, num_blocks: int, adapters: AdapterSwitch | None = None
+    ) -> None:
+        """`adapters`: what the model's linear layers listen to, where requests may choose adapters."""
         self.model = model
-        device = torch.device(config.device)
+        self._adapters = adapters
+        self._device = device = torch.device(config.device)
         specs = model.cache_specs()
         self.store = TensorStore(
             specs,
@@ -74,9 +90,9 @@ class Runner:
 
     def prepare(self, plan: Plan) -> PreparedStep:
         """Everything of a step but its arithmetic; to be done before the next plan is made."""
-        return PreparedStep(self._builder.build(plan), plan.state_copies, MediaEncoder.prepare(plan))
+        adapters = _adapter_rows(plan, self._device) if self._adapters is not None else []
+        return PreparedStep(self._builder.build(plan), plan.state_copies, MediaEncoder.prepare(plan), adapters)
 
-    @torch.inference_mode()
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order.
 
@@ -86,14 +102,46 @@ class Runner:
             self.store.copy_block(copy.group, copy.source, copy.target)
         batch = step.batch
         batch.media = self._media.run(step.media)
+        if step.adapters:
+            return self._run_adapted(batch, step.adapters)
         if batch.media is not None or batch.axis_positions is not None:
             return self._run(batch)  # recorded steps know tokens alone
         return self._step(batch)
+
+    def _run_adapted(self, batch: Batch, adapters: list[tuple[Tensor | None, AdapterWeights]]) -> Tensor:
+        """A pass in which linear layers add what adapters say; unrecorded, since which rows they are changes."""
+        assert self._adapters is not None
+        self._adapters.active = adapters
+        try:
+            return self._run(batch)
+        finally:
+            self._adapters.active = ()
 
     def forward(self, plan: Plan) -> Tensor:
         """`execute` of `prepare`."""
         return self.execute(self.prepare(plan))
 
+    @torch.inference_mode()
     def _run(self, batch: Batch) -> Tensor:
         hidden = self.model.forward(batch)
         return self.model.compute_logits(kernels.embedding(batch.logits_rows, hidden))
+
+
+def _adapter_rows(plan: Plan, device: torch.device) -> list[tuple[Tensor | None, AdapterWeights]]:
+    """The tokens of each adapter that the plan's sequences run with; empty when none does."""
+    rows: dict[str, list[range]] = {}
+    weights: dict[str, AdapterWeights] = {}
+    position = 0
+    for item in plan.scheduled:
+        adapter = item.sequence.adapter
+        if adapter is not None:
+            assert isinstance(adapter, AdapterWithWeights)
+            rows.setdefault(adapter.key, []).append(range(position, position + item.num_tokens))
+            weights[adapter.key] = adapter.weights
+        position += item.num_tokens
+    found: list[tuple[Tensor | None, AdapterWeights]] = []
+    for key, ranges in rows.items():
+        is_all = sum(map(len, ranges)) == position
+        index = None if is_all else torch.tensor([row for part in ranges for row in part], device=device)
+        found.append((index, weights[key]))
+    return found

@@ -36,6 +36,8 @@ class SchedulerLimits:
     """Most of those that may be long; 0 = no such limit."""
     full_sequence_must_fit: bool = True
     """Admit a prompt only if the blocks for all of it are free."""
+    max_loras: int = 0
+    """Most different adapters among running sequences; 0 = no such limit."""
     watermark: float = 0.0
     """Share of the blocks that admission leaves free while others run."""
     max_num_encoder_input_tokens: int = 0
@@ -105,6 +107,10 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any sequence has not ended."""
         return bool(self._sequences)
+
+    def waiting(self) -> list[Sequence]:
+        """Sequences not running yet, or not any more, in no order."""
+        return [item for item in list(self._sequences.values()) if item.status is not SequenceStatus.RUNNING]
 
     def get(self, sequence_id: str) -> Sequence | None:
         """The sequence of that id, unless it has ended."""
@@ -257,6 +263,9 @@ class Scheduler:
             if samples.errors and index in samples.errors:
                 self.finish(sequence, FinishReason.ERROR, error=samples.errors[index])
                 updates.append(SequenceUpdate(sequence, []))
+            elif index in samples.complete:
+                self.finish(sequence, FinishReason.STOP)
+                updates.append(SequenceUpdate(sequence, []))
             elif item.samples:
                 if item.num_drafts:
                     self._settle_drafts(item, len(token_ids))
@@ -320,7 +329,7 @@ class Scheduler:
         for sequence in self._policy.order(self._hit_length):
             if work.budget <= 0 or len(self.running) + len(admitted) >= min(self.limits.max_num_seqs, max_num_seqs):
                 break
-            if self._is_deferred(sequence):
+            if self._is_deferred(sequence) or self._lacks_adapter_slot(sequence, admitted):
                 continue
             if sequence.error is not None or not self.cache.fits_pool(sequence.num_tokens):
                 rejected.append(sequence)
@@ -352,6 +361,14 @@ class Scheduler:
                 sequence.first_scheduled_time = now
         for sequence in rejected:
             self._reject(sequence)
+
+    def _lacks_adapter_slot(self, sequence: Sequence, admitted: list[Sequence]) -> bool:
+        """Whether running this sequence now would mix more adapters than allowed."""
+        adapter, limit = sequence.adapter, self.limits.max_loras
+        if adapter is None or not limit:
+            return False
+        active = {item.adapter.key for item in (*self.running, *admitted) if item.adapter is not None}
+        return adapter.key not in active and len(active) >= limit
 
     def _num_admitted(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int:
         want = min(sequence.num_tokens - hit.num_tokens, budget)
@@ -426,7 +443,9 @@ class Scheduler:
         samples = end >= known
         num_drafts = max(0, end - known)
         num_logits = 1 + num_drafts if samples else 0
-        if sequence.wants_prompt_logprobs:
+        if sequence.wants_all_rows:
+            num_logits = want
+        elif sequence.wants_prompt_logprobs:
             first_row = max(start, len(sequence.prompt_logprobs) - 1)
             num_logits = max(num_logits, end - first_row)
         self.media.take(sequence, start, want)

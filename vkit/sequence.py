@@ -64,6 +64,18 @@ class Grammar(Protocol):
         """Return to the start."""
 
 
+class AdapterRef(Protocol):
+    """A low-rank adapter as the host knows it."""
+
+    @property
+    def name(self) -> str:
+        """What requests call it."""
+
+    @property
+    def key(self) -> str:
+        """What keys and values computed with it depend on: the name and a digest of the weights."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence inside the engine core."""
@@ -88,6 +100,12 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """params.bad_words as token ids."""
     reads_prefix_cache: bool = True
+    adapter: AdapterRef | None = None
+    """The low-rank adapter it runs with."""
+    wants_all_rows: bool = False
+    """Whether every prompt position's row is wanted of the model, not only the last."""
+    embedding: list[float] | None = None
+    """What an engine that embeds made of the prompt."""
     thinking: ThinkingBudget | None = None
     """How long the model may reason."""
     grammar: Grammar | None = None
@@ -257,6 +275,8 @@ class StepSamples:
     """Accepted tokens per item; empty where the item does not sample."""
     logprobs: list[list[PositionLogprobs] | None]
     """One entry per token where log-probabilities were asked for."""
+    complete: set[int] = field(default_factory=set)
+    """Indices of items whose sequence is done without a token: its embedding is made."""
     errors: dict[int, str] = field(default_factory=dict)
     """Item index -> what went wrong with this row alone."""
     num_corrupted: int = 0

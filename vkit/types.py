@@ -378,6 +378,8 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    embedding: list[float] | None = None
+    """The prompt's vector, of length 1, from a model that embeds."""
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:

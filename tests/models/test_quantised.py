@@ -61,8 +61,10 @@ def test_every_golden_is_judged(golden_path: Callable[[str], Path]) -> None:
     assert sorted(path.name for path in golden_path("quant").iterdir()) == sorted(ROUNDED + PLAIN)
 
 
+@pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("name", PLAIN + ROUNDED)
+@pytest.mark.usefixtures("backend")
 def test_weights(
     name: str,
     chunk: int,
@@ -79,8 +81,25 @@ def test_weights(
     assert tokens == golden.greedy()
 
 
+@pytest.mark.parametrize("name", PLAIN + ROUNDED)
+def test_fast_products(
+    name: str,
+    load_golden: Callable[..., Any],
+    load_model: Callable[..., Any],
+    make_driver: Callable[..., Any],
+    make_options: Callable[..., Any],
+) -> None:
+    """With what the machine has, activations rounded by 32 or not at all: logits nearly parallel to those recorded."""
+    golden, options = load_golden(f"quant/{name}"), make_options(block_size=4)
+    driver = make_driver(load_model(f"quant/{name}", options), options)
+    logits, _ = logits_and_greedy(driver, golden.prompt(), 64, 1)
+    assert torch.nn.functional.cosine_similarity(logits, golden.logits(), dim=1).min() > 0.999
+
+
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.usefixtures("backend")
 def test_rounded_activations(
     name: str,
     chunk: int,
@@ -261,6 +280,8 @@ def test_scales_of_the_cache_are_announced(altered: Callable[..., Path], caplog:
     assert "model.layers.0.self_attn.k_scale" not in checkpoint.tensor_names()
 
 
+@pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
+@pytest.mark.usefixtures("backend")
 def test_experts(golden_path: Callable[[str], Path]) -> None:
     """Experts of codes and scales, each with a scale of its own, against plain torch."""
     checkpoint = open_checkpoint(golden_path("quant/nvfp4a16_ct"))

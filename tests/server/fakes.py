@@ -176,6 +176,8 @@ class FakeAsyncLLM:
         self.chat_template = None if template is None else ToyTemplate(template)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
+        self.media = None
+        self.media_limits: dict[Any, int] = {}
         self.generation_config = dict(generation_config or {})
         self.settings = {"architecture": "ToyForCausalLM", "dtype": "float32", "device": "cpu", "block_size": 16}
         self.tokenizer_info = {"tokenizer_class": "ToyTokenizer", "chat_template": template}

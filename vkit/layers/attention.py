@@ -17,6 +17,7 @@ from vkit.layers.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
     from vkit.batch import Batch
+    from vkit.kernels import PagedBatch
 
 
 class CacheOwner(Module):
@@ -102,6 +103,10 @@ class Attention(CacheOwner):
         v = v.view(v.shape[0], -1, self._head_dim)
         k_cache, v_cache, paged = batch.kv(self.layer)
         kernels.write_kv(k, v, k_cache, v_cache, paged.slot_mapping)
+        return self.look_up(q, k_cache, v_cache, batch, paged)
+
+    def look_up(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, paged: PagedBatch) -> Tensor:
+        """Queries (T, heads, D) against what the cache holds -> (T, heads, D)."""
         return kernels.paged_attention(q, k_cache, v_cache, paged, self._scale, self.window, self._soft_cap)
 
     def _positioned(self, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

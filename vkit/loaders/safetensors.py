@@ -202,6 +202,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._weight_map: dict[str, str] = {}
         single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
         if single.exists():
+            _check_beside(single, index)
             return [single]
         if not index.exists():
             _refuse_no_weights(self.path)
@@ -245,6 +246,23 @@ def _read_object(path: Path, *, remedy: str | None = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def _check_beside(single: Path, index: Path) -> None:
+    """Refuse an index beside a whole model in one file, if it names files that are not there: one of both is wrong.
+
+    Raises:
+        CheckpointError: names the missing files.
+    """
+    if not index.exists():
+        return
+    named = set(_read_weight_map(index).values())
+    missing = {name for name in named if not (index.parent / name).is_file()}
+    if missing:
+        raise CheckpointError(
+            f"{index.parent}: shards that {index.name} names are missing beside {single.name}: {some_names(missing)}",
+            remedy=f"complete the download, or remove {index.name} if {single.name} is the whole model",
+        )
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

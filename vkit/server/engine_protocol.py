@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from vkit.media import MediaLimits, MediaProcessor, PlacedPrompt
 from vkit.metrics import MetricFamily
 from vkit.types import RequestOutput, SamplingParams, StructuredOutputs
 
@@ -117,14 +118,30 @@ class Engine(Protocol):
     def is_healthy(self) -> bool:
         """False once the step loop died."""
 
+    @property
+    def media(self) -> MediaProcessor | None:
+        """How the model takes images, videos and sound; None: text only."""
+
+    @property
+    def media_limits(self) -> MediaLimits:
+        """Most items of each kind in one prompt."""
+
+    async def place_media(self, token_ids: list[int], multi_modal_data: Mapping[str, Any]) -> PlacedPrompt:
+        """The prompt with its media in place, for `generate`.
+
+        Raises:
+            InvalidRequest: media the model does not take, or that do not belong to the prompt's placeholders.
+        """
+
     def generate(
         self,
-        prompt: str | Mapping[str, Any],
+        prompt: str | Mapping[str, Any] | PlacedPrompt,
         params: SamplingParams,
         *,
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; closing the iterator early aborts the request.
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from vkit.errors import RequestFailed
+from vkit.media import PlacedPrompt
 from vkit.server.engine_protocol import Engine
 from vkit.server.state import ServerState
 from vkit.types import (
@@ -33,6 +34,10 @@ class EnginePrompt:
     token_ids: list[int]
     text: str | None
     params: SamplingParams
+    placed: PlacedPrompt | None = None
+    """The same tokens with their media, if there are any."""
+    lora: str | None = None
+    """The adapter to run with."""
 
 
 @dataclass(slots=True)
@@ -166,12 +171,14 @@ class Run:
 
     async def _one(self, index: int, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt = self.prompts[index]
+        keywords = {} if prompt.lora is None else {"lora": prompt.lora}
         outputs = self.engine.generate(
-            {"prompt_token_ids": prompt.token_ids},
+            {"prompt_token_ids": prompt.token_ids} if prompt.placed is None else prompt.placed,
             prompt.params.with_(output_kind=kind),
             request_id=self._ids[index],
             priority=self._priority,
             cache_salt=self._cache_salt,
+            **keywords,
         )
         try:
             async for output in outputs:
