@@ -146,20 +146,21 @@ def _tokenizer(paths: VideoModelPaths) -> Tokenizer | None:
 def _video_vae(paths: VideoModelPaths, dit: DiTWeights, device: torch.device) -> VideoVAE | None:
     if paths.video_vae is None:
         return None
-    config_path = beside(paths.video_vae, paths.video_vae_config, "video autoencoder")
-    config = video_vae_config(config_path)
+    source = _source(paths.video_vae)
+    config = video_vae_config(beside(paths.video_vae, paths.video_vae_config, "video autoencoder"))
     if config.latent_channels != dit.config.latents_dim:
         raise ModelLoadError(
             f"{paths.video_vae}: {config.latent_channels} latent channels, the transformer has {dit.config.latents_dim}"
         )
     if config.ratio * PATCH != CANVAS_STEP:
         raise ModelLoadError(f"{paths.video_vae}: {config.ratio} pixels per latent pixel, expected 16")
-    return VideoVAE(_source(paths.video_vae), config, device)
+    return VideoVAE(source, config, device)
 
 
 def _audio_vae(paths: VideoModelPaths, dit: DiTWeights, device: torch.device) -> AudioVAE | None:
     if paths.audio_vae is None:
         return None
+    source = _source(paths.audio_vae)
     config = audio_vae_config(beside(paths.audio_vae, paths.audio_vae_config, "sound autoencoder"))
     if config.latent_channels != dit.config.audio_latents_dim:
         raise ModelLoadError(
@@ -170,7 +171,7 @@ def _audio_vae(paths: VideoModelPaths, dit: DiTWeights, device: torch.device) ->
         raise ModelLoadError(
             f"{paths.audio_vae}: {config.sample_rate} Hz in steps of {config.hop}, expected 32000 Hz in steps of 800"
         )
-    vae = AudioVAE(_source(paths.audio_vae), config, device)
+    vae = AudioVAE(source, config, device)
     vae.statistics()
     return vae
 
