@@ -24,7 +24,10 @@ StepFunction = Callable[[Any], Tensor]
 
 REFERENCE = "reference"
 
-BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("vkit.kernels.cpu.backend",), "cuda": ()}
+BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {
+    "cpu": ("vkit.kernels.cpu.backend",),
+    "cuda": ("vkit.kernels.triton.backend",),
+}
 """Per device type, the modules that call `register_backend` when imported, best first."""
 
 

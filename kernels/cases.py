@@ -1,0 +1,292 @@
+"""Arguments on which a kernel is compared with its reference: odd shapes, strides, padding, NaN around all of them.
+
+The same cases judge interpreted kernels in tests and compiled ones on a card.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vkit.kernels.paged import PagedBatch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SLACK = 1e-5
+"""What may be added to twice the error of plain torch in the same type."""
+
+IN_PLACE: Mapping[str, tuple[int, ...]] = {"qk_norm_rope": (0, 1), "rope": (0, 1), "write_kv": (2, 3)}
+"""Op -> the arguments it writes to; it returns nothing."""
+
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one op."""
+
+    op: str
+    label: str
+    make: Callable[[Source], Arguments]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a case's tensors come from."""
+
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal values, the same on every device."""
+        return torch.randn(shape, generator=self.generator).to(self.device, dtype or self.dtype)
+
+    def strided(self, *shape: int, gap: int = 8) -> Tensor:
+        """Normal values in rows that are `gap` entries of NaN apart."""
+        wide = torch.full((*shape[:-1], shape[-1] + gap), math.nan, dtype=self.dtype, device=self.device)
+        wide[..., : shape[-1]] = self.normal(*shape)
+        return wide[..., : shape[-1]]
+
+    def integers(self, *values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """These numbers."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a kernel was off, and how far it might have been."""
+
+    error: float
+    tolerance: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the error is a number within the tolerance."""
+        return self.error <= self.tolerance
+
+
+def judge(
+    case: Case, dtype: torch.dtype, op: Callable[..., Any], reference: Callable[..., Any], device: torch.device
+) -> Verdict:
+    """`op` against the reference in float32 on the same rounded inputs, beside the reference in `dtype`.
+
+    Source: the rule of flash-attention's tests: an error of at most twice that of plain torch in the same type.
+    """
+    arguments = case.make(Source(device, dtype, torch.Generator().manual_seed(len(case.label))))
+    exact = outcome(case.op, reference, [_widened(value, dtype) for value in arguments])
+    plain = outcome(case.op, reference, [_copied(value) for value in arguments])
+    ours = outcome(case.op, op, [_copied(value) for value in arguments])
+    for mine, theirs in zip(ours, plain, strict=True):
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            raise ValueError(
+                f"{case.op}: gave {tuple(mine.shape)} of {mine.dtype}, expected {tuple(theirs.shape)} of {theirs.dtype}"
+            )
+    return Verdict(_distance(ours, exact), 2 * _distance(plain, exact) + SLACK)
+
+
+def outcome(name: str, op: Callable[..., Any], arguments: Sequence[Any]) -> list[Tensor]:
+    """What `op` returns, or for an op that works in place all memory of what it wrote to."""
+    returned = op(*arguments)
+    if name in IN_PLACE:
+        written = [arguments[index] for index in IN_PLACE[name]]
+        return [_all_memory(value) for value in written if value is not None]
+    return list(returned) if isinstance(returned, tuple) else [returned]
+
+
+def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The largest difference; infinite where one is NaN or infinite and the other is not the same."""
+    worst = 0.0
+    for mine, exact in zip(found, wanted, strict=True):
+        a, b = mine.double(), exact.double()
+        same = (a == b) | (a.isnan() & b.isnan())
+        difference = (a - b).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
+        worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
+    return worst
+
+
+def _all_memory(x: Tensor) -> Tensor:
+    count = x.untyped_storage().nbytes() // x.element_size()
+    return x.as_strided((count,), (1,), 0)
+
+
+def _copied(value: Any) -> Any:
+    """A copy with all memory around it, so that what is written beside it shows."""
+    if isinstance(value, PagedBatch):
+        return replace(value, memo={})
+    if not isinstance(value, Tensor):
+        return value
+    return _all_memory(value).clone().as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def _widened(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor) and value.dtype == dtype:
+        return _all_memory(value).float().as_strided(value.shape, value.stride(), value.storage_offset())
+    return _copied(value)
+
+
+def _norms() -> Iterator[Case]:
+    for shape in ((0, 64), (1, 1), (3, 1023), (2, 3, 40), (2, 4096)):
+        for offset in (0.0, 1.0):
+            label = f"{shape} offset {offset}"
+            yield Case("rms_norm", label, lambda s, n=shape, o=offset: (s.normal(*n), s.normal(n[-1]), 1e-5, o))
+    yield Case("rms_norm", "no weight", lambda s: (s.normal(5, 96), None, 1e-6))
+    yield Case("rms_norm", "strided heads", lambda s: (s.strided(5, 3, 48), s.normal(48), 1e-6))
+    yield Case("rms_norm", "wider than a block", lambda s: (s.normal(1, 20000), s.normal(20000), 1e-6))
+    for shape in ((0, 8), (1, 1), (3, 1023), (2, 3, 40)):
+        yield Case(
+            "add_rms_norm", f"{shape}", lambda s, n=shape: (s.normal(*n), s.normal(*n), s.normal(n[-1]), 1e-5, 0.0)
+        )
+    yield Case("add_rms_norm", "offset", lambda s: (s.normal(3, 72), s.strided(3, 72), s.normal(72), 1e-5, 1.0))
+    yield Case(
+        "add_rms_norm", "wider than a block", lambda s: (s.normal(1, 20001), s.normal(1, 20001), s.normal(20001), 1e-6)
+    )
+
+
+def _activations() -> Iterator[Case]:
+    for op in ("silu_and_mul", "gelu_and_mul"):
+        for shape in ((0, 8), (1, 2), (3, 154), (2, 3, 40), (1, 6000)):
+            yield Case(op, f"{shape}", lambda s, n=shape: (s.normal(*n),))
+        yield Case(op, "strided", lambda s: (s.strided(4, 34),))
+        yield Case(op, "far out", lambda s: (s.normal(3, 64) * 100,))
+    yield Case("gelu_and_mul", "erf", lambda s: (s.normal(3, 154), "none"))
+
+
+def _rope_arguments(s: Source, heads: int, kv_heads: int | None, width: int, turned: int) -> Arguments:
+    q = s.strided(5, heads, width)
+    k = None if kv_heads is None else s.strided(5, kv_heads, width)
+    angles = torch.rand(90, turned // 2, generator=s.generator) * 6.28
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(s.device)
+    return q, k, s.integers(3, 0, 89, 17, 3), table
+
+
+def _ropes() -> Iterator[Case]:
+    shapes = ((6, 2, 20, 12), (5, 1, 64, 64), (3, 3, 96, 24), (1, 1, 2, 2))
+    for heads, kv_heads, width, turned in shapes:
+        for interleaved in (False, True):
+            label = f"{heads}/{kv_heads} heads of {width}, {turned} turned{', interleaved' * interleaved}"
+            sizes = (heads, kv_heads, width, turned)
+            yield Case("rope", label, lambda s, n=sizes, i=interleaved: (*_rope_arguments(s, *n), i))
+            for offset in (0.0, 1.0):
+                yield Case(
+                    "qk_norm_rope",
+                    f"{label}, offset {offset}",
+                    lambda s, n=sizes, i=interleaved, o=offset: _norm_rope_arguments(s, n, i, o),
+                )
+    yield Case("rope", "no keys", lambda s: _rope_arguments(s, 3, None, 16, 16))
+    for turned, axes in ((6, (0, 1, 2)), (20, (0, 1, 2, 0, 1, 2, 0, 0, 0, 0))):
+        yield Case("axis_table", f"{turned} turned", lambda s, r=turned, a=axes: _axis_arguments(s, r, a))
+
+
+def _norm_rope_arguments(s: Source, sizes: tuple[int, int, int, int], interleaved: bool, offset: float) -> Arguments:
+    q, k, positions, table = _rope_arguments(s, *sizes)
+    return q, k, s.normal(sizes[2]), s.normal(sizes[2]), 1e-5, offset, positions, table, interleaved
+
+
+def _axis_arguments(s: Source, turned: int, axes: tuple[int, ...]) -> Arguments:
+    positions = torch.randint(0, 30, (3, 7), generator=s.generator).to(s.device)
+    return s.normal(30, turned, dtype=torch.float32), positions, s.integers(*axes)
+
+
+def _writes() -> Iterator[Case]:
+    for kv_heads, width, value_width, block_size in ((2, 20, 20, 4), (5, 64, 64, 16), (1, 192, 128, 5)):
+        sizes = (kv_heads, width, value_width, block_size)
+        yield Case(
+            "write_kv",
+            f"{kv_heads} heads of {width}/{value_width}, blocks of {block_size}",
+            lambda s, n=sizes: _write_arguments(s, *n),
+        )
+
+
+def _write_arguments(s: Source, kv_heads: int, width: int, value_width: int, block_size: int) -> Arguments:
+    k_cache, v_cache = (s.strided(4, block_size, kv_heads, n, gap=4) for n in (width, value_width))
+    slots = s.integers(-1, 3 * block_size + 1, 0, 4 * block_size - 1, -1)
+    return s.strided(5, kv_heads, width), s.strided(5, kv_heads, value_width), k_cache, v_cache, slots
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sequences in a paged cache and what attends to them."""
+
+    lengths: tuple[tuple[int, int], ...]
+    """(queries, tokens in the cache) of each sequence."""
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    block_size: int
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+
+def attention_arguments(s: Source, shape: Shape) -> Arguments:
+    """Arguments of `paged_attention`: blocks in random order, NaN where no query may read, wild table ends."""
+    cu = [0, *itertools.accumulate(n for n, _ in shape.lengths)]
+    counts = [-(-length // shape.block_size) for _, length in shape.lengths]
+    order = torch.randperm(sum(counts) + 1, generator=s.generator).add(1).tolist()
+    table = torch.full((len(counts) + 1, max(counts) + 2), 10**6, dtype=torch.int32)
+    caches = [
+        torch.full((len(order) + 2, shape.block_size, shape.kv_heads, width), math.nan, dtype=s.dtype)
+        for width in (shape.width, shape.value_width)
+    ]
+    rows = list(range(len(counts), 0, -1))
+    slots: list[int] = []
+    for row, count, (num_queries, length) in zip(rows, counts, shape.lengths, strict=True):
+        blocks = [order.pop() for _ in range(count)]
+        seen = 0 if shape.window is None else max(0, length - num_queries - shape.window + 1)
+        first_block = seen // shape.block_size
+        table[row, first_block:count] = torch.tensor(blocks[first_block:], dtype=torch.int32)
+        places = [
+            blocks[t // shape.block_size] * shape.block_size + t % shape.block_size
+            for t in range(first_block * shape.block_size, length)
+        ]
+        for cache in caches:
+            cache.flatten(0, 1)[places] = torch.randn(len(places), *cache.shape[2:], generator=s.generator).to(s.dtype)
+        slots += places[len(places) - num_queries :]
+    lengths = [length for _, length in shape.lengths]
+    int32 = torch.int32
+    batch = PagedBatch(
+        table.to(s.device), s.integers(*rows, dtype=int32), s.integers(*slots), s.integers(*lengths, dtype=int32),
+        s.integers(*cu, dtype=int32), rows, lengths, cu,
+    )  # fmt: skip
+    q = s.strided(cu[-1], shape.heads, shape.width)
+    k_cache, v_cache = (cache.to(s.device) for cache in caches)
+    sinks = s.normal(shape.heads, dtype=torch.float32) if shape.has_sinks else None
+    return q, k_cache, v_cache, batch, shape.width**-0.5, shape.window, shape.soft_cap, sinks
+
+
+MIXED = ((1, 33), (6, 20), (3, 3), (40, 70))
+SHAPES = (
+    Shape(((1, 1),), 4, 4, 8, 8, 4),
+    Shape(((1, 3), (1, 17), (1, 200)), 6, 2, 20, 20, 16),
+    Shape(((1, 1100), (2, 514), (1, 512)), 2, 1, 16, 16, 16),
+    Shape(((1, 1100),), 2, 1, 16, 16, 16, window=600, has_sinks=True),
+    Shape(((9, 9), (17, 17)), 3, 1, 64, 64, 5),
+    Shape(MIXED, 8, 1, 96, 64, 16),
+    Shape(MIXED, 3, 3, 24, 24, 8, soft_cap=2.0),
+    Shape(MIXED, 6, 2, 20, 20, 4, window=16),
+    Shape(MIXED, 6, 2, 20, 20, 4, window=1, has_sinks=True),
+    Shape(MIXED, 6, 3, 32, 32, 16, window=7, soft_cap=5.0, has_sinks=True),
+    Shape(((70, 90),), 5, 1, 16, 16, 16),
+)
+
+
+def _attentions() -> Iterator[Case]:
+    for shape in SHAPES:
+        extras = f", window {shape.window}" * (shape.window is not None) + ", capped" * (shape.soft_cap is not None)
+        label = f"{len(shape.lengths)} sequences, {shape.heads}/{shape.kv_heads} heads of {shape.width}{extras}"
+        yield Case(
+            "paged_attention",
+            f"{label}{', sinks' * shape.has_sinks}, to {max(length for _, length in shape.lengths)}",
+            lambda s, n=shape: attention_arguments(s, n),
+        )
+
+
+CASES: tuple[Case, ...] = (*_norms(), *_activations(), *_ropes(), *_writes(), *_attentions())
+"""Every case of every op with a faster kernel."""

@@ -1,0 +1,1 @@
+"""The CUDA backend's Triton kernels. Importing this package loads no triton; its modules do."""

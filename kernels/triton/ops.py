@@ -1,0 +1,26 @@
+"""Every op that has Triton kernels, and every kernel as compiled ahead of time. Importing it loads triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vkit.kernels.triton import activation, cache, norm, paged, rope
+from vkit.kernels.triton.common import FLOATS, Ahead
+
+OPS: Mapping[str, Callable[..., Any]] = {
+    "add_rms_norm": norm.add_rms_norm,
+    "axis_table": rope.axis_table,
+    "gelu_and_mul": activation.gelu_and_mul,
+    "paged_attention": paged.paged_attention,
+    "qk_norm_rope": rope.qk_norm_rope,
+    "rms_norm": norm.rms_norm,
+    "rope": rope.rope,
+    "silu_and_mul": activation.silu_and_mul,
+    "write_kv": paged.write_kv,
+}
+"""Op name -> implementation, with the signature of the reference of that name."""
+
+AHEAD: tuple[Ahead, ...] = (*norm.AHEAD, *activation.AHEAD, *rope.AHEAD, *cache.AHEAD, *paged.AHEAD)
+
+__all__ = ["AHEAD", "FLOATS", "OPS"]
