@@ -8,21 +8,35 @@ import re
 import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from vkit import __version__, discovery
 from vkit.commands import _options, _render
 from vkit.default_model import demo_model
+from vkit.errors import VkitError
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "gguf", "typer", "rich")
 DEVELOPER_EXTRAS = frozenset({"dev"})
 
 
-def doctor(json: _options.JsonFlag = False) -> None:
+GpuFlag = Annotated[
+    bool,
+    typer.Option(
+        "--gpu", help="Check every GPU kernel against plain torch on this machine's card, and measure how fast each is."
+    ),
+]
+
+
+def doctor(json: _options.JsonFlag = False, gpu: GpuFlag = False) -> None:
     """Report what this installation can do.
 
     Versions, devices, kernel backends, missing extras, the model found and free memory.
     """
+    if gpu:
+        _check_gpu(json)
+        return
     report = {
         "vkit": __version__,
         "python": platform.python_version(),
@@ -40,6 +54,22 @@ def doctor(json: _options.JsonFlag = False) -> None:
         _render.write_json(report)
         return
     _render.table(None, ["", ""], list(_rows(report)))
+
+
+def _check_gpu(json: bool) -> None:
+    """Show how the card's kernels do, line by line; with `json` the lines go to stderr and the report to stdout."""
+    from vkit.kernels import check
+
+    try:
+        report = check.check_card(_render.note if json else lambda line: _render.write_text(f"{line}\n"))
+    except RuntimeError as reason:
+        raise VkitError(f"--gpu: no GPU to check: {reason}") from reason
+    if json:
+        _render.write_json(report)
+    if report["num_failed"]:
+        raise VkitError(
+            f"--gpu: {report['num_failed']} checks failed", remedy="each is on a line that begins with FAIL"
+        )
 
 
 def devices() -> list[dict[str, Any]]:

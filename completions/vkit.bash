@@ -311,7 +311,7 @@ _vkit() {
         'completion') words='--config -h --help bash zsh fish' ;;
         'config') words='--json --config -h --help' ;;
         'convert') words='--type --json --config -h --help' ;;
-        'doctor') words='--json --config -h --help' ;;
+        'doctor') words='--json --gpu --config -h --help' ;;
         'h3-gen') words='--dit --partition --encoder --tokenizer --video-vae --video-vae-config --audio-vae --audio-vae-config --qkv-layout --prompt --prompt-embeds --frames --duration --size --width --height --fps --steps --seed --flow-shift --audio-flow-shift --first-frame --last-frame --fit --ref-image --ref-video --ref-audio --noise-aug --no-vision-conditioning --device --dequant-bf16 --offload --preview-every --checkpoint-every --resume --out --workdir --ffmpeg --save-embeds --json --plan --dry-run --denoise-only --dump-params --config -h --help' ;;
         'inspect') words='--max-model-len --max-num-seqs --kv-cache-dtype --device --tensors --json --config -h --help' ;;
         'models') words='--json --config -h --help' ;;

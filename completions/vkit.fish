@@ -206,6 +206,7 @@ complete -c vkit -n '__fish_seen_subcommand_from convert' -l json -d 'Print one 
 complete -c vkit -n '__fish_seen_subcommand_from convert' -l config -r -F -d 'YAML file with values for flags that neither the command line nor the environment sets.'
 complete -c vkit -n '__fish_seen_subcommand_from convert' -s h -l help -d 'Show this message and exit.'
 complete -c vkit -n '__fish_seen_subcommand_from doctor' -l json -d 'Print one JSON object instead of text.'
+complete -c vkit -n '__fish_seen_subcommand_from doctor' -l gpu -d 'Check every GPU kernel against plain torch on this machine'\''s card, and measure how fast each is.'
 complete -c vkit -n '__fish_seen_subcommand_from doctor' -l config -r -F -d 'YAML file with values for flags that neither the command line nor the environment sets.'
 complete -c vkit -n '__fish_seen_subcommand_from doctor' -s h -l help -d 'Show this message and exit.'
 complete -c vkit -n '__fish_seen_subcommand_from h3-gen' -l dit -r -F -d 'Diffusion transformer: .gguf, .safetensors, or a folder. Required.'

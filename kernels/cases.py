@@ -130,17 +130,26 @@ def _widened(value: Any, dtype: torch.dtype) -> Any:
     return _copied(value)
 
 
+def _bind(build: Callable[..., Arguments], *settings: Any) -> Callable[[Source], Arguments]:
+    """`build` with what follows the source given now: a loop's variables have other values later."""
+    return lambda s: build(s, *settings)
+
+
 def _norms() -> Iterator[Case]:
     for shape in ((0, 64), (1, 1), (3, 1023), (2, 3, 40), (2, 4096)):
         for offset in (0.0, 1.0):
             label = f"{shape} offset {offset}"
-            yield Case("rms_norm", label, lambda s, n=shape, o=offset: (s.normal(*n), s.normal(n[-1]), 1e-5, o))
+            yield Case(
+                "rms_norm", label, _bind(lambda s, n, o: (s.normal(*n), s.normal(n[-1]), 1e-5, o), shape, offset)
+            )
     yield Case("rms_norm", "no weight", lambda s: (s.normal(5, 96), None, 1e-6))
     yield Case("rms_norm", "strided heads", lambda s: (s.strided(5, 3, 48), s.normal(48), 1e-6))
     yield Case("rms_norm", "wider than a block", lambda s: (s.normal(1, 20000), s.normal(20000), 1e-6))
     for shape in ((0, 8), (1, 1), (3, 1023), (2, 3, 40)):
         yield Case(
-            "add_rms_norm", f"{shape}", lambda s, n=shape: (s.normal(*n), s.normal(*n), s.normal(n[-1]), 1e-5, 0.0)
+            "add_rms_norm",
+            f"{shape}",
+            _bind(lambda s, n: (s.normal(*n), s.normal(*n), s.normal(n[-1]), 1e-5, 0.0), shape),
         )
     yield Case("add_rms_norm", "offset", lambda s: (s.normal(3, 72), s.strided(3, 72), s.normal(72), 1e-5, 1.0))
     yield Case(
@@ -151,7 +160,7 @@ def _norms() -> Iterator[Case]:
 def _activations() -> Iterator[Case]:
     for op in ("silu_and_mul", "gelu_and_mul"):
         for shape in ((0, 8), (1, 2), (3, 154), (2, 3, 40), (1, 6000)):
-            yield Case(op, f"{shape}", lambda s, n=shape: (s.normal(*n),))
+            yield Case(op, f"{shape}", _bind(lambda s, n: (s.normal(*n),), shape))
         yield Case(op, "strided", lambda s: (s.strided(4, 34),))
         yield Case(op, "far out", lambda s: (s.normal(3, 64) * 100,))
     yield Case("gelu_and_mul", "erf", lambda s: (s.normal(3, 154), "none"))
@@ -171,16 +180,16 @@ def _ropes() -> Iterator[Case]:
         for interleaved in (False, True):
             label = f"{heads}/{kv_heads} heads of {width}, {turned} turned{', interleaved' * interleaved}"
             sizes = (heads, kv_heads, width, turned)
-            yield Case("rope", label, lambda s, n=sizes, i=interleaved: (*_rope_arguments(s, *n), i))
+            yield Case("rope", label, _bind(lambda s, n, i: (*_rope_arguments(s, *n), i), sizes, interleaved))
             for offset in (0.0, 1.0):
                 yield Case(
                     "qk_norm_rope",
                     f"{label}, offset {offset}",
-                    lambda s, n=sizes, i=interleaved, o=offset: _norm_rope_arguments(s, n, i, o),
+                    _bind(lambda s, n, i, o: _norm_rope_arguments(s, n, i, o), sizes, interleaved, offset),
                 )
     yield Case("rope", "no keys", lambda s: _rope_arguments(s, 3, None, 16, 16))
     for turned, axes in ((6, (0, 1, 2)), (20, (0, 1, 2, 0, 1, 2, 0, 0, 0, 0))):
-        yield Case("axis_table", f"{turned} turned", lambda s, r=turned, a=axes: _axis_arguments(s, r, a))
+        yield Case("axis_table", f"{turned} turned", _bind(lambda s, r, a: _axis_arguments(s, r, a), turned, axes))
 
 
 def _norm_rope_arguments(s: Source, sizes: tuple[int, int, int, int], interleaved: bool, offset: float) -> Arguments:
@@ -199,7 +208,7 @@ def _writes() -> Iterator[Case]:
         yield Case(
             "write_kv",
             f"{kv_heads} heads of {width}/{value_width}, blocks of {block_size}",
-            lambda s, n=sizes: _write_arguments(s, *n),
+            _bind(lambda s, n: _write_arguments(s, *n), sizes),
         )
 
 
@@ -284,7 +293,7 @@ def _attentions() -> Iterator[Case]:
         yield Case(
             "paged_attention",
             f"{label}{', sinks' * shape.has_sinks}, to {max(length for _, length in shape.lengths)}",
-            lambda s, n=shape: attention_arguments(s, n),
+            _bind(lambda s, n: attention_arguments(s, n), shape),
         )
 
 

@@ -40,6 +40,37 @@ def test_doctor_tells_what_is_there(vkit_run: Run) -> None:
     assert len(page.stdout.splitlines()) < 60
 
 
+def test_doctor_without_a_card_says_so_in_one_line(vkit_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vkit.kernels import check
+
+    monkeypatch.setattr(check, "unavailable", lambda: "torch finds no usable card")
+    for flags in ([], ["--json"]):
+        shown = vkit_run("doctor", "--gpu", *flags)
+        assert shown.status == 1
+        assert shown.stdout == ""
+        assert shown.stderr == "vkit: error: --gpu: no GPU to check: torch finds no usable card\n"
+
+
+def test_doctor_shows_the_report_of_a_card(vkit_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vkit.kernels import check
+
+    num_failed = 0
+
+    def checked(say: Callable[[str], object]) -> dict[str, Any]:
+        say("PASS rms_norm")
+        return {"num_failed": num_failed}
+
+    monkeypatch.setattr(check, "check_card", checked)
+    shown = vkit_run("doctor", "--gpu")
+    assert (shown.status, shown.stdout) == (0, "PASS rms_norm\n")
+    num_failed = 2
+    shown = vkit_run("doctor", "--gpu", "--json")
+    assert shown.status == 1
+    assert json.loads(shown.stdout) == {"num_failed": 2}
+    assert "PASS rms_norm" in shown.stderr
+    assert "--gpu: 2 checks failed" in shown.stderr
+
+
 def test_doctor_names_missing_extras() -> None:
     requirements = [
         "torch>=2",
