@@ -10,8 +10,8 @@ llama.cpp the decode call alone. Both keep their model loaded; each round runs o
 medians over rounds in tokens per second and the ratio vkit / llama.cpp. Wall time needs a machine that is idle
 otherwise; `--clock cpu` counts processor time instead, for `--threads 1` on a busy one.
 
-Beside decoding at batch 1 stands what share of the plain read rate (measured by our own threads just before) the weights
-alone were read at. `--transformers` adds transformers in bfloat16 on the same file, which it opens as a whole.
+Beside decoding at batch 1 stands what share of the plain read rate (measured by our own threads just before) the
+weights alone were read at. `--transformers` adds transformers in bfloat16 on the same file, which it opens as a whole.
 """
 
 from __future__ import annotations

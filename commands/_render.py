@@ -17,6 +17,8 @@ PIPE_WIDTH = 4000
 
 LoadProgress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
+SecondsProgress = Callable[[float], None]
+"""(seconds of a recording done)"""
 
 
 def note(message: str) -> None:
@@ -100,6 +102,20 @@ def load_progress(name: str) -> Iterator[LoadProgress | None]:
         yield show
 
 
+@contextmanager
+def seconds_progress(name: str) -> Iterator[SecondsProgress | None]:
+    """How far a recording has been read, on stderr; None where the text itself shows it, or nobody watches."""
+    if not sys.stderr.isatty() or sys.stdout.isatty():
+        yield None
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:.0f} s of sound"))
+    with Progress(*columns, TimeElapsedColumn(), console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"transcribing {name}".replace("[", r"\["), total=None)
+        yield lambda seconds: bar.update(task, completed=seconds)
+
+
 def size(num_bytes: int) -> str:
     """A byte count for people: 93.1 MB."""
     amount = float(num_bytes)
@@ -108,3 +124,19 @@ def size(num_bytes: int) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1000
     return f"{amount:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people: 0.42 s, 12 s, 3 min 20 s, 1 h 02 min, 2 d 3 h."""
+    if seconds < 0.01:
+        return "under 0.01 s"
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"

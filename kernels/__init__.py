@@ -6,13 +6,37 @@ Errors are built in (`ValueError`, `TypeError`) and name the op, the argument, w
 
 from __future__ import annotations
 
-from vkit.kernels.activations import add, gelu_and_mul, multiply, scale, scale_rows, silu_and_mul, soft_cap, unary
-from vkit.kernels.attention import paged_attention, write_kv
-from vkit.kernels.dense import concat, embedding, head_linear, linear, replace_ids
+from vkit.kernels.activations import (
+    add,
+    clamp,
+    gelu_and_mul,
+    multiply,
+    scale,
+    scale_rows,
+    silu_and_mul,
+    soft_cap,
+    unary,
+)
+from vkit.kernels.attention import paged_attention, segment_attention, write_kv
+from vkit.kernels.compressed import (
+    compressed_attention,
+    hyper_enter,
+    hyper_head_weights,
+    hyper_leave,
+    hyper_weights,
+    limited_silu_and_mul,
+    pool_windows,
+    route_by_root,
+    run_limited_experts,
+    spread_streams,
+    store_rows,
+)
+from vkit.kernels.dense import add_rows, concat, embedding, head_linear, linear, put_rows, replace_ids
 from vkit.kernels.dispatch import (
     Backend,
     backends,
     configure,
+    kv_by_token,
     kv_layout,
     register_backend,
     use_backend,
@@ -27,7 +51,7 @@ from vkit.kernels.packed import quantized_embedding, quantized_linear
 from vkit.kernels.paged import PagedBatch
 from vkit.kernels.recurrent import ScanConstants, StateBatch, causal_conv1d, gated_delta_net, log_decay, mamba2_scan
 from vkit.kernels.reference.dequantize import dequantize
-from vkit.kernels.rotary import qk_norm_rope, rope
+from vkit.kernels.rotary import axis_table, qk_norm_rope, rope
 from vkit.kernels.scaled import InputRounding, ScaledMatrix, scaled_linear
 
 __all__ = [
@@ -42,8 +66,12 @@ __all__ = [
     "StateBatch",
     "add",
     "add_rms_norm",
+    "add_rows",
+    "axis_table",
     "backends",
     "causal_conv1d",
+    "clamp",
+    "compressed_attention",
     "concat",
     "configure",
     "dequantize",
@@ -53,14 +81,22 @@ __all__ = [
     "gated_delta_net",
     "gelu_and_mul",
     "head_linear",
+    "hyper_enter",
+    "hyper_head_weights",
+    "hyper_leave",
+    "hyper_weights",
+    "kv_by_token",
     "kv_layout",
     "largest",
     "layer_norm",
+    "limited_silu_and_mul",
     "linear",
     "log_decay",
     "mamba2_scan",
     "multiply",
     "paged_attention",
+    "pool_windows",
+    "put_rows",
     "qk_norm_rope",
     "quantized_embedding",
     "quantized_linear",
@@ -68,14 +104,19 @@ __all__ = [
     "replace_ids",
     "rms_norm",
     "rope",
+    "route_by_root",
     "route_experts",
     "route_scored_experts",
     "run_experts",
+    "run_limited_experts",
     "scale",
     "scale_rows",
     "scaled_linear",
+    "segment_attention",
     "silu_and_mul",
     "soft_cap",
+    "spread_streams",
+    "store_rows",
     "unary",
     "use_backend",
     "using_backend",

@@ -28,6 +28,16 @@ BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("vkit.kernels.cpu.backen
 """Per device type, the modules that call `register_backend` when imported, best first."""
 
 
+PLAIN_OPS = frozenset(
+    {
+        *("add_rows", "axis_table", "clamp", "put_rows", "segment_attention"),
+        *("hyper_enter", "hyper_head_weights", "hyper_leave", "hyper_weights", "limited_silu_and_mul"),
+        *("route_by_root", "spread_streams", "store_rows"),
+    }
+)
+"""What plain torch runs well on every device: moves of rows, and attention that its own kernels cover."""
+
+
 class OpFinder(Protocol):
     """How a backend is asked for an implementation."""
 
@@ -183,13 +193,27 @@ def default_kv_layout(
     return k, v
 
 
+def kv_by_token(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of K and V, as `kv_layout` made them, that read as (N, S, K, D) and (N, S, K, Dv) once reshaped.
+
+    Token and width may be two or three dimensions each; what is written to the views lands in the pages.
+    """
+    if k.ndim == 4:
+        return k, v
+    if k.ndim == 6:  # tiles of pairs: (N, K, S/16, D/2, 16, 2) and (N, K, S/2, Dv, 2)
+        return k.permute(0, 2, 4, 1, 3, 5), v.permute(0, 2, 4, 1, 3)
+    return k.permute(0, 2, 4, 1, 3), v.transpose(1, 2)  # tiles: (N, K, S/16, D, 16) and (N, K, S, Dv)
+
+
 def _resolve(op: str, device_type: str, dtype: torch.dtype) -> Op:
     usable = usable_backends(device_type)
     for backend in usable:
         found = backend.find(op, dtype)
         if found is not None:
             return found
-    if usable and _forced.get(device_type) != REFERENCE:
+    if op in PLAIN_OPS:
+        pass
+    elif usable and _forced.get(device_type) != REFERENCE:
         _report_once(device_type, f"{op}: no {usable[0].name} kernel for {dtype}; plain torch runs it")
     elif not usable and device_type not in _forced:
         for backend in backends(device_type):

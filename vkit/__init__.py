@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 
     from vkit.async_engine import AsyncLLM
     from vkit.beam_search import BeamSearchParams
+    from vkit.cache.connector import (
+        ConnectorContext,
+        ConnectorStats,
+        KVConnector,
+        LoadFailed,
+        SchedulerSide,
+        WorkerSide,
+    )
     from vkit.config import EngineArgs, EngineConfig
+    from vkit.connectors import register_kv_connector
     from vkit.default_model import resolve_model
     from vkit.errors import (
         CheckpointError,
@@ -29,6 +38,8 @@ if TYPE_CHECKING:
     )
     from vkit.inputs import PromptOptions
     from vkit.llm import LLM
+    from vkit.media import AudioMedia, ImageMedia, VideoMedia
+    from vkit.models import register_model
     from vkit.parsers.events import ContentDelta, ReasoningDelta, ToolCallDelta
     from vkit.parsers.json_calls import JsonCalls
     from vkit.parsers.python_calls import PythonCalls
@@ -56,18 +67,24 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AudioMedia",
     "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
+    "ConnectorContext",
+    "ConnectorStats",
     "ContentDelta",
     "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
     "ExitStatus",
     "FinishReason",
+    "ImageMedia",
     "InvalidRequest",
     "JsonCalls",
+    "KVConnector",
     "LabelScores",
+    "LoadFailed",
     "Logprob",
     "MissingExtra",
     "ModelLoadError",
@@ -83,23 +100,39 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "SchedulerSide",
     "StructuredOutputs",
     "ToolCallDelta",
     "ToolReader",
     "UsageError",
+    "VideoMedia",
     "VkitError",
+    "WorkerSide",
     "XmlCalls",
     "check_constraint",
+    "register_kv_connector",
+    "register_model",
     "register_reasoning_parser",
     "register_tool_parser",
     "resolve_model",
 ]
 
 _HOMES = {
+    "vkit.cache.connector": (
+        "ConnectorContext",
+        "ConnectorStats",
+        "KVConnector",
+        "LoadFailed",
+        "SchedulerSide",
+        "WorkerSide",
+    ),
+    "vkit.connectors": ("register_kv_connector",),
     "vkit.async_engine": ("AsyncLLM",),
     "vkit.beam_search": ("BeamSearchParams",),
     "vkit.inputs": ("PromptOptions",),
     "vkit.llm": ("LLM",),
+    "vkit.media": ("AudioMedia", "ImageMedia", "VideoMedia"),
+    "vkit.models": ("register_model",),
     "vkit.parsers.events": ("ContentDelta", "ReasoningDelta", "ToolCallDelta"),
     "vkit.parsers.json_calls": ("JsonCalls",),
     "vkit.parsers.python_calls": ("PythonCalls",),

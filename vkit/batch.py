@@ -6,7 +6,7 @@ Knows nothing of models, sampling or text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,13 +27,25 @@ _FEW = 16
 
 
 @dataclass(slots=True)
+class MediaRows:
+    """Tokens of a step that stand for a piece of a picture or of sound, and what a tower made of it."""
+
+    rows: Tensor
+    """(M,) int64: tokens of the step, ascending."""
+    embeddings: Tensor
+    """(M, H): the stream before the first block, in place of an embedding."""
+    features: list[Tensor]
+    """(M, H) each: for models that add to the stream after some of their first blocks."""
+
+
+@dataclass(slots=True)
 class Batch:
     """What a forward pass reads: T tokens of B sequences, R rows wanted for logits."""
 
     token_ids: Tensor
     """(T,) int64"""
     positions: Tensor
-    """(T,) int64"""
+    """(T,) int64; in a step with `axis_positions` the first row of those."""
     cu_seqlens: Tensor
     """(B + 1,) int32: sequence b owns tokens cu_seqlens[b] .. cu_seqlens[b + 1] - 1."""
     seq_lens: Tensor
@@ -51,6 +63,14 @@ class Batch:
     store: TensorStore
     host_cu_seqlens: list[int]
     """cu_seqlens on the host."""
+    axis_positions: Tensor | None = None
+    """(3, T) int64: position in time, row and column, in a step that computes a prompt in which they differ."""
+    media: MediaRows | None = None
+    spans: list[list[tuple[int, int]]] | None = None
+    """Per sequence, the positions (first, beyond) of each run of tokens that see each other in both directions, past
+    ones included; None in a step that computes no such token."""
+    memo: dict[object, object] = field(default_factory=dict)
+    """What layers derive from the above once per step."""
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor, PagedBatch]:
         """K cache, V cache and the sequences' places in them, for an attention layer."""
@@ -64,6 +84,12 @@ class Batch:
         paged = self.paged[self.store.group_of[layer]]
         assert paged is not None
         return self.store.tensors[layer]["latent"], paged
+
+    def paged_tensors(self, layer: int) -> tuple[dict[str, Tensor], PagedBatch]:
+        """All tensors (N, S, ...) that a layer keeps per token, by name, and the sequences' places in them."""
+        paged = self.paged[self.store.group_of[layer]]
+        assert paged is not None
+        return self.store.tensors[layer], paged
 
     def states(self, layer: int) -> tuple[dict[str, Tensor], StateBatch]:
         """The state tensors of a recurrent layer by name, (N, ...) each, and which entry is each sequence's."""
@@ -143,7 +169,9 @@ class BatchBuilder:
             self._release(sequence_id)
         scheduled = plan.scheduled
         row_list, token_ids = self._collect(scheduled)
-        if 0 < len(scheduled) <= _FEW and all(item.num_tokens == item.num_logits == 1 for item in scheduled):
+        if 0 < len(scheduled) <= _FEW and all(
+            item.num_tokens == item.num_logits == 1 and not item.sequence.media for item in scheduled
+        ):
             return self._build_decode(scheduled, row_list, token_ids)
         rows = np.array(row_list, np.int64)
         starts = np.array([item.start for item in scheduled], np.int64)
@@ -158,9 +186,15 @@ class BatchBuilder:
             np.array([item.sequence.block_ids[group][0] for item in scheduled], np.int64)
             for group in self._state_groups
         ]
+        axes = (
+            _axis_positions(scheduled, positions, cu)
+            if any(item.sequence.rope_positions is not None for item in scheduled)
+            else None
+        )
         ids = np.array(token_ids, np.int64)
         assert ids.shape == positions.shape, "a plan names tokens whose ids are not known yet"
-        wide = self._upload([ids, positions, _last_rows(cu, wanted), (starts == 0).astype(np.int64), *slots, *states])
+        turned = positions if axes is None else axes[0]
+        wide = self._upload([ids, turned, _last_rows(cu, wanted), (starts == 0).astype(np.int64), *slots, *states])
         narrow = self._upload([rows.astype(np.int32), seq_lens.astype(np.int32), cu.astype(np.int32)])
         hosts = row_list, seq_lens.tolist(), cu.tolist()
         num_paged = len(self._paged_groups)
@@ -176,7 +210,17 @@ class BatchBuilder:
             state_blocks=self._by_group(self._state_groups, wide[4 + num_paged :]),
             store=self._store,
             host_cu_seqlens=hosts[2],
+            axis_positions=self._of_prompts(scheduled, axes),
+            spans=_spans(scheduled),
         )
+
+    def _of_prompts(self, scheduled: list[ScheduledSequence], axes: IntArray | None) -> Tensor | None:
+        """The positions of all axes, where a prompt is computed in which they differ."""
+        if axes is None or all(
+            item.start >= item.sequence.num_prompt_tokens for item in scheduled if item.sequence.media
+        ):
+            return None
+        return torch.from_numpy(axes).to(self._device)
 
     def _build_decode(self, scheduled: list[ScheduledSequence], rows: list[int], token_ids: list[int]) -> Batch:
         """One token of each of a few sequences: the same as the general case in fewer, larger pieces.
@@ -308,6 +352,32 @@ def _token_ids(item: ScheduledSequence) -> list[int]:
     stop = item.start + item.num_tokens - item.num_drafts
     ids = sequence.token_ids[item.start : stop]
     return ids + sequence.draft_token_ids[: item.num_drafts] if item.num_drafts else ids
+
+
+def _axis_positions(scheduled: list[ScheduledSequence], indices: IntArray, cu: IntArray) -> IntArray:
+    """(3, T): every token's position in time, row and column; `indices` (T,) are the places in their sequences."""
+    axes: IntArray = np.broadcast_to(indices, (3, len(indices))).copy()
+    for item, first, beyond in zip(scheduled, cu, cu[1:], strict=False):
+        sequence = item.sequence
+        if sequence.rope_positions is not None:
+            own = sequence.rope_positions[:, item.start : item.start + item.num_tokens]
+            axes[:, first:beyond] += sequence.position_delta
+            axes[:, first : first + own.shape[1]] = own
+    return axes
+
+
+def _spans(scheduled: list[ScheduledSequence]) -> list[list[tuple[int, int]]] | None:
+    """Per sequence the runs of media that see themselves, if any of them is computed in this step."""
+    found = [
+        [span for placed in item.sequence.media if placed.item.sees_itself for span in placed.spans]
+        for item in scheduled
+    ]
+    is_seen = any(
+        start < item.start + item.num_tokens and stop > item.start
+        for item, spans in zip(scheduled, found, strict=True)
+        for start, stop in spans
+    )
+    return found if is_seen else None
 
 
 def _last_rows(cu: IntArray, wanted: IntArray) -> IntArray:

@@ -25,6 +25,7 @@ from vkit.errors import UsageError
 CONFIG_FLAG = "--config"
 CONFIG_NAME = "config"
 _ELSEWHERE = "vkit.elsewhere"
+_ON_LINE = "vkit.on_line"
 
 
 class Source(StrEnum):
@@ -73,6 +74,7 @@ class Command(TyperCommand):
         elsewhere = self._given_elsewhere(ctx, on_line)
         ctx.default_map = {name: given.value for name, given in elsewhere.items()}
         ctx.meta[_ELSEWHERE] = elsewhere
+        ctx.meta[_ON_LINE] = on_line
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as error:
@@ -100,6 +102,11 @@ class Command(TyperCommand):
     def flags(self) -> dict[str, TyperOption]:
         """Every option by its first long spelling, in order of declaration."""
         return {flag_of(param): param for param in self.params if isinstance(param, TyperOption)}
+
+    def given_on_line(self, ctx: typer.Context) -> list[tuple[str, str | None]]:
+        """(parameter, text) of every option on the command line of `ctx`, in order: for flags whose order matters."""
+        on_line: list[Occurrence] = ctx.meta.get(_ON_LINE, [])
+        return [(given.param.name, given.value) for given in on_line]
 
     def source_of(self, ctx: typer.Context, param: TyperOption) -> tuple[Source, str | None]:
         """Where the value of `param` in `ctx` came from, and the variable or file that held it."""
@@ -174,12 +181,20 @@ def _add_given_value(
 
 
 def _check_spellings(on_line: Sequence[Occurrence]) -> None:
-    """Refuse one boolean option in two spellings: they contradict each other, or are aliases."""
-    seen: dict[str, str] = {}
+    """Refuse an option that takes one value and is given two, and a boolean one in two spellings.
+
+    The spellings of a boolean option contradict each other, or are aliases.
+    """
+    seen: dict[str, Occurrence] = {}
     for given in on_line:
-        earlier = seen.setdefault(given.param.name, given.spelling)
-        if earlier != given.spelling and given.param.secondary_opts:
-            raise UsageError(f"{given.spelling}: {earlier} was given too", remedy="give one of them")
+        earlier = seen.setdefault(given.param.name, given)
+        if earlier is given or given.param.multiple:
+            continue
+        if earlier.spelling != given.spelling and given.param.secondary_opts:
+            raise UsageError(f"{given.spelling}: {earlier.spelling} was given too", remedy="give one of them")
+        if given.value is not None and not given.param.is_flag and not getattr(given.param, "count", False):
+            told = f"{earlier.value!r} and {given.value!r}"
+            raise UsageError(f"{given.spelling}: given twice, {told}", remedy="give one of them")
 
 
 def flag_of(param: TyperOption) -> str:

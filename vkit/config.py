@@ -10,13 +10,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
+from vkit.kv_transfer import KVTransferConfig
 
 DEFAULT_NUM_BLOCKS = 256
+DEFAULT_MAX_LORAS = 4
+BLOCK_SIZE_MULTIPLE = 16
+"""Tokens per block come in multiples of this."""
 DEFAULT_MEMORY_UTILIZATION = 0.92
 DENSE_TOKEN_BUDGET = 2048
 MOE_TOKEN_BUDGET = 8192
@@ -33,11 +37,17 @@ Device = Literal["cpu", "cuda"]
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""What the flag calls them -> what torch calls them."""
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm")
 PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+QUANTIZATIONS = ("awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt")
+"""Values of --quantization: what a checkpoint can be stored as."""
 CPU_PRECISIONS = ("fast", "exact")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance")
+CONTENT_FORMATS = ("auto", "string", "openai")
 CACHE_KINDS = ("full", "sliding", "state")
 
 
@@ -51,6 +61,8 @@ class CacheGroupFacts:
     bytes_per_unit: int
     """Bytes one layer keeps per token (full, sliding) or per sequence (state)."""
     window: int | None = None
+    granule: int = 1
+    """Tokens that one entry spans; a block that may be shared holds whole entries."""
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes one layer needs in one block."""
@@ -82,6 +94,8 @@ class ModelFacts:
     num_weight_bytes: int
     cache_groups: tuple[CacheGroupFacts, ...]
     is_moe: bool = False
+    media_kinds: tuple[str, ...] = ()
+    """The kinds of media it takes: "image", "video", "audio"."""
     num_activation_bytes: int = 0
     """Peak of one step at the token budget; an estimate before loading, a measurement after a profile run."""
     activation_bytes_per_token: int = 0
@@ -95,6 +109,22 @@ class ModelFacts:
             return 0
         page = max(group.page_bytes(block_size) for group in self.cache_groups)
         return page * max(group.num_layers for group in self.cache_groups)
+
+    def block_size_for(self, asked: int) -> int:
+        """Tokens per block: `asked`, or as many more as fill the page that a recurrent layer's state takes.
+
+        States and tokens share pages of one size; a smaller block would leave most of each page empty. Blocks also hold
+        whole entries, where an entry spans several tokens.
+        """
+        multiple = math.lcm(1, *(group.granule for group in self.cache_groups))
+        asked = math.ceil(asked / multiple) * multiple
+        states = [group.bytes_per_unit for group in self.cache_groups if group.kind == "state"]
+        tokens = [group.bytes_per_unit for group in self.cache_groups if group.kind != "state"]
+        if not states or not tokens:
+            return asked
+        filled = math.ceil(max(states) / max(tokens))
+        multiple = math.lcm(multiple, BLOCK_SIZE_MULTIPLE)
+        return max(asked, math.ceil(filled / multiple) * multiple)
 
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
@@ -135,6 +165,14 @@ class EngineArgs:
     """A file that replaces the checkpoint's tokenizer_config.json."""
     chat_template: str | None = None
     """A template file, or the template itself, that replaces the model's own."""
+    chat_template_content_format: str = "auto"
+    """How templates get message contents: "string", "openai" (lists of parts), or "auto": what the template reads."""
+    served_model_name: str | Sequence[str] | None = None
+    """Names that requests may call the model; the first is shown. None: the base name of `model`."""
+    tool_parser: str = "hermes"
+    """How `AsyncLLM.chat` and the server read tool calls; "auto" asks the chat template, "none" reads none."""
+    reasoning_parser: str = "none"
+    """How thoughts are told from answers; "auto" asks the chat template, "none": they are not."""
     dtype: str = "auto"
     device: str = "auto"
     block_size: int = 32
@@ -155,6 +193,14 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in one step; 0: no limit of its own."""
+    mmproj: str | None = None
+    """A GGUF file with the tower that goes with a GGUF language model."""
+    max_num_encoder_input_tokens: int = 0
+    """Most prompt tokens whose media one step encodes, and most that are kept encoded; 0: the token budget."""
+    disable_chunked_mm_input: bool = False
+    """A step computes all tokens of a media item or none."""
+    limit_mm_per_prompt: Mapping[str, int] | str | None = None
+    """Most items per kind in one prompt; a mapping, or a JSON object as text. A kind that is left out has no limit."""
     max_num_partial_prefills: int = 0
     """Most prompts that may be mid-prefill at a time; 0: no limit."""
     max_long_partial_prefills: int = 0
@@ -165,11 +211,23 @@ class EngineArgs:
     enable_jump_forward: bool = False
     """Append tokens that a grammar leaves no choice about without a step for each."""
     structured_outputs_backend: str = "auto"
+    enable_lora: bool = False
+    """Let requests choose low-rank adapters."""
+    lora_modules: Sequence[str] | Mapping[str, str] = ()
+    """Adapters to load at start: name=path each, or a mapping from name to path."""
+    max_loras: int | None = None
+    """Most different adapters that run at a time; None: 4."""
     seed: int | None = None
     """Seed of requests that bring none; None: a fresh one per process."""
+    quantization: str | None = None
+    """What the weights must be stored as; "fp8" also makes eight-bit floats of plain weights as they are read."""
     hf_overrides: Mapping[str, Any] | str | None = None
     """Keys of config.json to replace; a mapping, or a JSON object as text."""
     logprobs_mode: str = "raw_logprobs"
+    logits_processors: str | Sequence[str] = ()
+    """Classes that edit every step's logits, as "module:Class", beside the installed ones."""
+    kv_cache_metrics: bool = False
+    """Measure how long blocks of the KV cache live, idle and wait to be used again."""
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for per position; -1: no limit."""
     deterministic: bool = False
@@ -183,14 +241,25 @@ class EngineArgs:
     """Expand GGUF blocks to the compute dtype at load instead of keeping them packed."""
     no_mmap: bool = False
     """Read weight files instead of mapping them."""
+    kv_transfer_config: KVTransferConfig | Mapping[str, Any] | str | None = None
+    """Where cache entries come from and go to besides this engine; a mapping, or a JSON object as text."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise UsageError(f"--model: expected a directory or a .gguf file, got {self.model!r}")
-        for name in ("tokenizer", "tokenizer_config", "chat_template"):
+        for name in ("tokenizer", "tokenizer_config", "chat_template", "mmproj", "tool_parser", "reasoning_parser"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
+            if (value is not None or name.endswith("_parser")) and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
+        object.__setattr__(self, "served_model_name", _names(self.served_model_name))
+        object.__setattr__(self, "logits_processors", _class_paths(self.logits_processors))
+        object.__setattr__(self, "lora_modules", _named_paths(self.lora_modules))
+        if not self.enable_lora and (self.lora_modules or self.max_loras is not None):
+            flag = "--lora-modules" if self.lora_modules else "--max-loras"
+            raise UsageError(f"{flag}: needs --enable-lora")
+        if self.max_loras is not None:
+            _check_int("max_loras", self.max_loras, 1)
+        _check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
@@ -198,7 +267,9 @@ class EngineArgs:
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         _check_choice("structured_outputs_backend", self.structured_outputs_backend, STRUCTURED_OUTPUTS_BACKENDS)
         _check_choice("cpu_precision", self.cpu_precision, CPU_PRECISIONS)
-        _check_choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
+        if self.quantization is not None:
+            _check_choice("quantization", self.quantization, QUANTIZATIONS)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_int("block_size", self.block_size, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
         _check_int("max_logprobs", self.max_logprobs, -1)
@@ -208,6 +279,7 @@ class EngineArgs:
             "long_prefill_token_threshold",
             "max_num_partial_prefills",
             "max_long_partial_prefills",
+            "max_num_encoder_input_tokens",
             "threads",
         ):
             _check_int(name, getattr(self, name), 0)
@@ -223,10 +295,22 @@ class EngineArgs:
         for name in ("enable_prefix_caching", "async_scheduling"):
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
-        for name in ("enable_chunked_prefill", "enable_jump_forward", "deterministic", "gguf_dequantize", "no_mmap"):
+        for name in (
+            "disable_chunked_mm_input",
+            "enable_chunked_prefill",
+            "enable_jump_forward",
+            "enable_lora",
+            "deterministic",
+            "gguf_dequantize",
+            "no_mmap",
+            "kv_cache_metrics",
+        ):
             _check_bool(name, getattr(self, name))
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
+        object.__setattr__(self, "limit_mm_per_prompt", _media_limits(self.limit_mm_per_prompt))
+        if self.kv_transfer_config is not None:
+            object.__setattr__(self, "kv_transfer_config", KVTransferConfig.parse(self.kv_transfer_config))
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -253,6 +337,18 @@ class EngineArgs:
         if self.device == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect with --device cuda")
 
+    def _check_media(self, model: ModelFacts) -> None:
+        """Refuse what only means something for models that take media."""
+        if model.media_kinds:
+            unknown = [kind for kind in self.limit_mm_per_prompt or () if kind not in model.media_kinds]
+            if unknown:
+                known = ", ".join(model.media_kinds)
+                raise UsageError(f"--limit-mm-per-prompt: {model.name} takes {known}, not {unknown[0]}")
+            return
+        for name in ("limit_mm_per_prompt", "max_num_encoder_input_tokens", "disable_chunked_mm_input"):
+            if getattr(self, name):
+                raise UsageError(f"{flag_of(name)}: {model.name} takes text only")
+
     def resolve(self, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
         """Decide every setting for this model on this device.
 
@@ -266,9 +362,16 @@ class EngineArgs:
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect on {device.kind}")
         if self.gguf_dequantize and model.format != "gguf":
             raise UsageError(f"--gguf-dequantize: {model.name} is a {model.format} checkpoint, not a GGUF file")
+        self._check_media(model)
         notes: list[str] = []
         max_model_len = checked_max_model_len(self.max_model_len, model)
         token_budget = resolve_token_budget(self, max_model_len, model.is_moe)
+        block_size = model.block_size_for(self.block_size)
+        if block_size != self.block_size:
+            notes.append(
+                f"--block-size raised from {self.block_size} to {block_size} tokens, which fill the page of a recurrent"
+                " state or hold whole compressed entries"
+            )
         pool = size_pool(self, model, device, max_model_len, token_budget)
         notes.extend(pool.notes)
         prefix_caching = self.enable_prefix_caching
@@ -283,14 +386,22 @@ class EngineArgs:
             threshold = max(1, int(pool.max_model_len * LONG_PREFILL_SHARE))
         overrides = self.hf_overrides
         assert overrides is None or isinstance(overrides, Mapping)
+        limits = self.limit_mm_per_prompt
+        assert isinstance(limits, Mapping)
+        transfer = self.kv_transfer_config
+        assert transfer is None or isinstance(transfer, KVTransferConfig)
         return EngineConfig(
             model=self.model,
             tokenizer=self.tokenizer,
             tokenizer_config=self.tokenizer_config,
             chat_template=self.chat_template,
+            chat_template_content_format=self.chat_template_content_format,
+            served_model_name=tuple(self.served_model_name or (_base_name(self.model),)),
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
             dtype=resolve_dtype(self.dtype, model.dtype, device),
             device=device.kind,
-            block_size=self.block_size,
+            block_size=block_size,
             num_blocks=pool.num_blocks,
             max_model_len=pool.max_model_len,
             max_num_seqs=self.max_num_seqs,
@@ -301,13 +412,23 @@ class EngineArgs:
             long_prefill_token_threshold=threshold,
             max_num_partial_prefills=self.max_num_partial_prefills,
             max_long_partial_prefills=self.max_long_partial_prefills,
+            mmproj=self.mmproj,
+            max_num_encoder_input_tokens=self.max_num_encoder_input_tokens or token_budget,
+            disable_chunked_mm_input=self.disable_chunked_mm_input,
+            limit_mm_per_prompt=limits,
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
             enable_jump_forward=self.enable_jump_forward,
+            enable_lora=self.enable_lora,
+            lora_modules=tuple(self.lora_modules),
+            max_loras=(self.max_loras or DEFAULT_MAX_LORAS) if self.enable_lora else 0,
             structured_outputs_backend="llguidance",
             seed=self.seed,
+            quantization=self.quantization,
             hf_overrides=dict(overrides or {}),
             logprobs_mode=self.logprobs_mode,
+            logits_processors=tuple(self.logits_processors),
+            kv_cache_metrics=self.kv_cache_metrics,
             max_logprobs=self.max_logprobs,
             deterministic=self.deterministic,
             threads=self.threads or device.num_threads,
@@ -315,6 +436,7 @@ class EngineArgs:
             kv_cache_dtype=resolve_kv_cache_dtype(self, model.dtype, device),
             gguf_dequantize=self.gguf_dequantize,
             no_mmap=self.no_mmap,
+            kv_transfer_config=transfer,
             notes=tuple(notes),
         )
 
@@ -327,6 +449,10 @@ class EngineConfig:
     tokenizer: str | None = None
     tokenizer_config: str | None = None
     chat_template: str | None = None
+    chat_template_content_format: str = "auto"
+    served_model_name: tuple[str, ...] = ()
+    tool_parser: str = "hermes"
+    reasoning_parser: str = "none"
     dtype: str
     """"float32", "bfloat16" or "float16"."""
     device: str
@@ -343,14 +469,26 @@ class EngineConfig:
     long_prefill_token_threshold: int
     max_num_partial_prefills: int
     max_long_partial_prefills: int
+    mmproj: str | None = None
+    max_num_encoder_input_tokens: int = 0
+    disable_chunked_mm_input: bool = False
+    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     prefix_caching_hash_algo: str
     async_scheduling: bool
     enable_jump_forward: bool
+    enable_lora: bool = False
+    lora_modules: tuple[str, ...] = ()
+    """Adapters to load at start, name=path each."""
+    max_loras: int = 0
+    """Most different adapters that run at a time; 0: requests cannot choose any."""
     structured_outputs_backend: str
     """What compiles and follows grammars; decided even where none is installed: requests that need it are refused."""
     seed: int | None
+    quantization: str | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     logprobs_mode: str
+    logits_processors: tuple[str, ...] = ()
+    kv_cache_metrics: bool = False
     max_logprobs: int
     deterministic: bool
     threads: int
@@ -358,6 +496,7 @@ class EngineConfig:
     kv_cache_dtype: str
     gguf_dequantize: bool
     no_mmap: bool
+    kv_transfer_config: KVTransferConfig | None = None
     notes: tuple[str, ...] = ()
     """Lines to log once: what was lowered, raised or replaced, and why."""
 
@@ -369,6 +508,42 @@ class PoolSize:
     num_blocks: int
     max_model_len: int
     notes: tuple[str, ...] = ()
+
+
+def _names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    names = (given,) if isinstance(given, str) else given
+    if names is not None and (not names or not all(isinstance(name, str) and name for name in names)):
+        raise UsageError(f"--served-model-name: expected a name or several, none of them empty, got {given!r}")
+    return None if names is None else tuple(dict.fromkeys(names))
+
+
+def _named_paths(given: Sequence[str] | Mapping[str, str]) -> tuple[str, ...]:
+    if isinstance(given, Mapping):
+        given = tuple(f"{name}={path}" for name, path in given.items())
+    items = (given,) if isinstance(given, str) else tuple(given)
+    names = []
+    for item in items:
+        name, _, path = item.partition("=") if isinstance(item, str) else ("", "", "")
+        if not name or not path:
+            raise UsageError(f"--lora-modules: expected NAME=PATH, got {item!r}")
+        names.append(name)
+    if len(set(names)) < len(names):
+        raise UsageError(f"--lora-modules: a name is given twice: {', '.join(names)}")
+    return items
+
+
+def _class_paths(given: str | Sequence[str]) -> tuple[str, ...]:
+    paths = (given,) if isinstance(given, str) else tuple(given)
+    for path in paths:
+        parts = path.split(":") if isinstance(path, str) else ()
+        if len(parts) != 2 or not all(part.isidentifier() for whole in parts for part in whole.split(".")):
+            raise UsageError(f"--logits-processors: expected module:Class, got {path!r}")
+    return tuple(dict.fromkeys(paths))
+
+
+def _base_name(model: str) -> str:
+    """The last part of a path, without .gguf."""
+    return os.path.basename(os.path.normpath(model)).removesuffix(".gguf")
 
 
 def flag_of(field_name: str) -> str:
@@ -426,7 +601,7 @@ def resolve_kv_cache_dtype(args: EngineArgs, checkpoint_dtype: str, device: Devi
     float32 checkpoints, which ask for full precision, nor with `--cpu-precision exact`.
     """
     if args.kv_cache_dtype != "auto":
-        return args.kv_cache_dtype
+        return NARROW_CACHE_DTYPES.get(args.kv_cache_dtype, args.kv_cache_dtype)
     dtype = resolve_dtype(args.dtype, checkpoint_dtype, device)
     is_wider = dtype == "float32" and args.dtype == "auto" and checkpoint_dtype != "float32"
     return "bfloat16" if device.kind == "cpu" and is_wider and args.cpu_precision == "fast" else dtype
@@ -462,8 +637,12 @@ class _Sizing:
     token_budget: int
 
     @property
+    def block_size(self) -> int:
+        return self.model.block_size_for(self.args.block_size)
+
+    @property
     def bytes_per_block(self) -> int:
-        return self.model.bytes_per_block(self.args.block_size)
+        return self.model.bytes_per_block(self.block_size)
 
     @property
     def used_bytes(self) -> int:
@@ -472,7 +651,7 @@ class _Sizing:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Pool size that holds one sequence of `num_tokens`, the null block included."""
-        return 1 + self.model.blocks_for(num_tokens, self.args.block_size, self.token_budget)
+        return 1 + self.model.blocks_for(num_tokens, self.block_size, self.token_budget)
 
     def longest_in(self, num_blocks: int) -> int:
         """Longest sequence a pool of `num_blocks` holds, up to max_model_len; 0 if none."""
@@ -539,7 +718,7 @@ class _Sizing:
             raise self.too_small(num_blocks, fits, source)
         note = (
             f"context lowered from {self.max_model_len} to {fits} tokens, which is what {source} holds"
-            f" ({num_blocks} KV blocks of {self.args.block_size}); --max-model-len, --num-blocks or"
+            f" ({num_blocks} KV blocks of {self.block_size}); --max-model-len, --num-blocks or"
             " --kv-cache-memory change it"
         )
         return PoolSize(num_blocks, fits, (note,))
@@ -547,7 +726,7 @@ class _Sizing:
     def too_small(self, num_blocks: int, fits: int, source: str) -> OutOfMemoryPreflight:
         return OutOfMemoryPreflight(
             f"one sequence of {self.max_model_len} tokens needs {self.blocks_for(self.max_model_len)} KV blocks of"
-            f" {self.args.block_size}; {source} gives {num_blocks}",
+            f" {self.block_size}; {source} gives {num_blocks}",
             remedy=f"--max-model-len {fits} would fit" if fits >= 2 else "raise --num-blocks or --kv-cache-memory",
         )
 
@@ -632,6 +811,18 @@ def _check_threads(threads: int) -> None:
 def _check_share(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise UsageError(f"{flag_of(name)}: must be above 0 and at most 1, got {value!r}")
+
+
+MEDIA_KINDS = ("image", "video", "audio")
+
+
+def _media_limits(value: object) -> dict[str, int]:
+    """Most items per kind, by kind."""
+    limits = _json_object("limit_mm_per_prompt", value) or {}
+    for kind, limit in limits.items():
+        _check_choice("limit_mm_per_prompt", kind, MEDIA_KINDS)
+        _check_int("limit_mm_per_prompt", limit, 0)
+    return limits
 
 
 def _json_object(name: str, value: object) -> dict[str, Any] | None:

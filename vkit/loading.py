@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from vkit import discovery, kernels
-from vkit.cache.groups import LayerCacheSpec, group_layers
+from vkit.adapters import AdapterRegistry, let_listen, open_adapters
+from vkit.cache.connector import ConnectorContext, KVConnector, TransferReport, WorkerSide
+from vkit.cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from vkit.config import (
     CacheGroupFacts,
     DeviceFacts,
@@ -26,22 +29,34 @@ from vkit.config import (
     resolve_dtype,
     resolve_kv_cache_dtype,
 )
+from vkit.connectors import cache_identity, make_connector
+from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
-from vkit.inputs import InputProcessor
+from vkit.inputs import InputProcessor, MarksOf, RequestCheck
+from vkit.kv_transfer import KVTransferConfig
+from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
-from vkit.logits import BatchLogitsProcessor
-from vkit.models import HFConfig, build_model, create_model
+from vkit.loaders.mmproj import ProjectedCheckpoint
+from vkit.loaders.quantizing import quantized_as
+from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
+from vkit.media import KINDS, MediaProcessor
+from vkit.media.conversation import with_placeholders
+from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
+from vkit.parsers.events import ReplyContext
+from vkit.parsers.output import OutputParsers, open_parsers
+from vkit.pooling import EmbeddingForm, Pooling, embedding_form
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
 from vkit.structured.compiler import GrammarCompiler, require_backend
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
+from vkit.types import ReasoningMarks
 
 logger = logging.getLogger("vkit")
 
@@ -49,6 +64,7 @@ ProgressCallback = Callable[[int, int], None]
 """(bytes loaded, bytes in all)"""
 
 PROCESSOR_GROUP = "vkit.logits_processors"
+_PROCESSOR_METHODS = ("is_argmax_invariant", "update_state", "apply")
 DEFAULT_CONTEXT = 2048
 """Context limit of a model whose configuration names none."""
 
@@ -58,11 +74,25 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 class ResidentModel:
     """The model and its runner while they are in memory, and the way back when they are not."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, progress: ProgressCallback | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        progress: ProgressCallback | None,
+        worker: WorkerSide | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = config
-        self._model: CausalLM | None = build_model(checkpoint, config, progress)
-        self._runner: Runner | None = Runner(self._model, config, config.num_blocks)
+        self._worker = worker
+        self._switch = AdapterSwitch() if config.enable_lora else None
+        self._model: CausalLM | None = self._build(progress)
+        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, self._switch, worker)
+
+    def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
+        model = build_model(self._checkpoint, self._config, progress)
+        if self._switch is not None:
+            let_listen(model, self._switch)
+        return model
 
     copies_states = Runner.copies_states
 
@@ -76,6 +106,16 @@ class ResidentModel:
         assert self._runner is not None, "a sleeping model runs no steps"
         return self._runner.execute(step)
 
+    def exchange(self, meta: Any) -> None:
+        """Let a cache connector work without a step."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        self._runner.exchange(meta)
+
+    def transfer_report(self) -> TransferReport:
+        """What became of a connector's loads and sends."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        return self._runner.transfer_report()
+
     def sleep(self, level: int) -> None:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
         self._runner = None
@@ -85,11 +125,11 @@ class ResidentModel:
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
         if self._model is None and "weights" in tags:
-            self._model = build_model(self._checkpoint, self._config)
+            self._model = self._build()
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
-            self._runner = Runner(self._model, self._config, self._config.num_blocks)
+            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._switch, self._worker)
 
     def close(self) -> None:
         """Free everything."""
@@ -107,7 +147,27 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     settings: Mapping[str, Any]
     """The effective configuration in plain JSON values."""
+    parsers: OutputParsers = field(default_factory=lambda: OutputParsers(None, None))
+    """How replies are read."""
+    served_model_names: tuple[str, ...] = ("model",)
+    """What requests may call the model; the first is shown."""
+    chat_template_content_format: str = "auto"
     on_close: Callable[[], None] = lambda: None
+    embedding: EmbeddingForm | None = None
+    """What the vectors are like, where the model makes embeddings."""
+    adapters: AdapterRegistry | None = None
+    """What requests may choose among; None: the engine runs without adapters."""
+
+    @property
+    def required_adapters(self) -> AdapterRegistry:
+        """The adapters.
+
+        Raises:
+            InvalidRequest: the engine runs without any.
+        """
+        if self.adapters is None:
+            raise InvalidRequest("lora: this engine runs without adapters", param="lora", remedy="use --enable-lora")
+        return self.adapters
 
     @property
     def required_tokenizer(self) -> Tokenizer:
@@ -134,7 +194,9 @@ class LoadedModel:
         Raises:
             InvalidRequest: it does not compile.
         """
-        return ChatTemplate.for_tokenizer(self.required_tokenizer, override=source)
+        return ChatTemplate.for_tokenizer(
+            self.required_tokenizer, override=source, content_format=self.chat_template_content_format
+        )
 
     def render_chat(
         self,
@@ -155,6 +217,8 @@ class LoadedModel:
             raise InvalidRequest(
                 "the model has no chat template", param="messages", remedy="give one with --chat-template"
             )
+        if self.inputs.media is not None and template.content_format == "string":
+            messages = with_placeholders(messages, self.inputs.media)
         return template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **dict(variables or {})
         )
@@ -171,6 +235,31 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Processor:
+    """A batch-level logits processor that can be built."""
+
+    name: str
+    factory: BatchLogitsProcessorFactory
+
+    @property
+    def check(self) -> RequestCheck | None:
+        """Its say on each request."""
+        found: RequestCheck | None = getattr(self.factory, "validate_params", None)
+        return found
+
+    def build(self, vocab_size: int) -> BatchLogitsProcessor:
+        """A processor for one engine.
+
+        Raises:
+            UsageError: it cannot be built.
+        """
+        try:
+            return self.factory(vocab_size)
+        except Exception as error:  # somebody else's code
+            raise UsageError(f"logits processor {self.name}: cannot be built: {error!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedModel:
     """A model whose files and settings have passed every check that needs no weights."""
 
@@ -179,6 +268,13 @@ class CheckedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     cache_specs: Sequence[LayerCacheSpec | None]
+    parsers: OutputParsers
+    """How replies are read."""
+    processors: tuple[_Processor, ...] = ()
+    """Batch-level logits processors, installed and named."""
+    embedding: EmbeddingForm | None = None
+    adapters: AdapterRegistry | None = None
+    media: MediaProcessor | None = None
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -189,11 +285,17 @@ class CheckedModel:
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
         torch.set_num_threads(config.threads)
         kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
-        resident = ResidentModel(checkpoint, config, progress)
-        vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
-        plugins, checks = _plugins(vocab_size)
         groups = group_layers(list(self.cache_specs))
-        engine = Engine(engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins)
+        announced = _Announced()
+        connector = self._connector(groups, announced)
+        resident = ResidentModel(checkpoint, config, progress, None if connector is None else connector.worker)
+        vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
+        plugins = [processor.build(vocab_size) for processor in self.processors]
+        checks = tuple(processor.check for processor in self.processors if processor.check is not None)
+        embedding = self.embedding
+        own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
+        engine = Engine(own, resident, groups, tokenizer, plugins=plugins, connector=connector)
+        announced.engine = engine
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -202,16 +304,66 @@ class CheckedModel:
             max_logprobs=config.max_logprobs,
             generation_config=checkpoint.generation_config,
             compile_grammar=grammars.compile,
+            reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
+            media=self.media,
+            media_limits={
+                kind: config.limit_mm_per_prompt[kind] for kind in KINDS if kind in config.limit_mm_per_prompt
+            },
+            max_whole_media=_max_whole_media(config),
+            splits_media=not config.disable_chunked_mm_input,
+            embeds=embedding is not None,
+            find_adapter=self.adapters.find if self.adapters is not None else None,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
+        settings["logits_processors"] = [processor.name for processor in self.processors]
         return_freed_memory()
 
         def close() -> None:
             grammars.close()
             resident.close()
 
-        return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, close)
+        return LoadedModel(
+            engine,
+            inputs,
+            tokenizer,
+            self.chat_template,
+            settings,
+            self.parsers,
+            config.served_model_name,
+            config.chat_template_content_format,
+            on_close=close,
+            embedding=embedding,
+            adapters=self.adapters,
+        )
+
+    def _connector(self, groups: list[CacheGroup], announced: _Announced) -> KVConnector | None:
+        chosen = self.config.kv_transfer_config
+        if chosen is None:
+            return None
+        return make_connector(
+            ConnectorContext(
+                config=chosen,
+                groups=tuple(groups),
+                block_size=self.config.block_size,
+                identity=cache_identity(self.config, self.checkpoint, self.cache_specs),
+                model_name=self.checkpoint.name,
+                dtype=self.config.kv_cache_dtype,
+                specs=tuple(self.cache_specs),
+                notify=announced,
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Announced:
+    """Wakes the engine, once there is one."""
+
+    engine: Engine | None = None
+
+    def __call__(self) -> None:
+        if self.engine is not None:
+            self.engine.wake()
 
 
 def check_model(args: EngineArgs) -> CheckedModel:
@@ -226,7 +378,9 @@ def check_model(args: EngineArgs) -> CheckedModel:
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
     device = find_device(args.device)
-    checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
+    checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
+    if args.mmproj is not None:
+        checkpoint = ProjectedCheckpoint(checkpoint, Path(args.mmproj), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
         if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
@@ -235,12 +389,63 @@ def check_model(args: EngineArgs) -> CheckedModel:
         Path(args.tokenizer) if args.tokenizer else checkpoint,
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
     )
-    template = _chat_template(tokenizer, args.chat_template)
-    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
-    config = args.resolve(_model_facts(checkpoint, args, specs), _device_facts(device))
+    processors = _processors(args.logits_processors)
+    template = _chat_template(tokenizer, args.chat_template, args.chat_template_content_format)
+    parsers = open_parsers(
+        args.tool_parser,
+        args.reasoning_parser,
+        chat_template=template.source if template is not None else None,
+        text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
+    )
+    facts, specs = describe_model(checkpoint, args, device)
+    embeds = getattr(model_class(checkpoint.architecture), "embeds", False)
+    embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
+    media = _media_processor(checkpoint, args, device, tokenizer)
+    facts = dataclasses.replace(facts, media_kinds=media.kinds if media is not None else ())
+    config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
-    return CheckedModel(config, checkpoint, tokenizer, template, specs)
+    adapters = _adapters(checkpoint, config) if config.enable_lora else None
+    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding, adapters, media)
+
+
+def _media_processor(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device, tokenizer: Tokenizer
+) -> MediaProcessor | None:
+    """How the model takes media; None if it takes text only."""
+    context = MediaContext(
+        checkpoint.preprocessor_config("image"),
+        checkpoint.preprocessor_config("video"),
+        tokenizer.token_text,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.token_id,
+    )
+    return create_model(checkpoint, _provisional(args, checkpoint, device)).media_processor(context)
+
+
+def _max_whole_media(config: EngineConfig) -> int:
+    """Most tokens of one item that a step can hold."""
+    return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
+
+
+def _adapters(checkpoint: Checkpoint, config: EngineConfig) -> AdapterRegistry:
+    """The adapters named at start."""
+    modules = dict(item.split("=", 1) for item in config.lora_modules)
+    for name in modules.keys() & set(config.served_model_name):
+        raise UsageError(f"--lora-modules: {name!r} is the name of the model itself")
+    return open_adapters(checkpoint, config, {name: Path(path) for name, path in modules.items()})
+
+
+def describe_model(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device
+) -> tuple[ModelFacts, list[LayerCacheSpec | None]]:
+    """What settings depend on, and what each layer caches; no weight byte is read.
+
+    Raises:
+        ModelLoadError: the architecture is not computed here, or its configuration contradicts itself.
+    """
+    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
+    return _model_facts(checkpoint, args, specs), specs
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
@@ -253,16 +458,19 @@ def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> Lo
     return check_model(args).load(progress)
 
 
-def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
-    """The engine's own part of the configuration."""
+def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | None = None) -> EngineSettings:
+    """The engine's own part of the configuration. A model that embeds fills its context with the prompt alone."""
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
+        max_model_len=config.max_model_len + (pooling is not None),
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
+        max_num_encoder_input_tokens=config.max_num_encoder_input_tokens,
+        disable_chunked_mm_input=config.disable_chunked_mm_input,
+        max_loras=config.max_loras,
     )
     return EngineSettings(
         limits=limits,
@@ -276,7 +484,13 @@ def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
         enable_jump_forward=config.enable_jump_forward,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
-        cache_dtype=config.dtype,
+        cache_dtype=config.kv_cache_dtype,
+        prefix_caching_seed=None if config.kv_transfer_config is None else SHARED_HASH_SEED,
+        loads_kv=config.kv_transfer_config is None or config.kv_transfer_config.loads,
+        recomputes_kv=config.kv_transfer_config is not None
+        and config.kv_transfer_config.kv_load_failure_policy == "recompute",
+        measures_blocks=config.kv_cache_metrics,
+        pooling=pooling,
     )
 
 
@@ -310,7 +524,8 @@ def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCach
     groups = []
     for group in group_layers(specs):
         units = [spec.bytes_per_unit for spec in (specs[layer] for layer in group.layers) if spec is not None]
-        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window))
+        granule = max(spec.granule for spec in (specs[layer] for layer in group.layers) if spec is not None)
+        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window, granule))
     config = HFConfig(checkpoint.config)
     num_experts = config.optional_integer(*_EXPERT_KEYS)
     per_token, per_seq = _activation_bytes(config)
@@ -341,6 +556,15 @@ def _context_limit(checkpoint: Checkpoint) -> int:
     return HFConfig(checkpoint.config).integer(*CONTEXT_KEYS, default=DEFAULT_CONTEXT)
 
 
+def _marks_of(parsers: OutputParsers) -> MarksOf:
+    """What the parsers say of the thoughts after a prompt."""
+
+    def marks(prompt_text: str, variables: Mapping[str, Any]) -> ReasoningMarks | None:
+        return parsers.reasoning_marks(ReplyContext(prompt_text, (), chat_template_kwargs=variables))
+
+    return marks
+
+
 def _configured_ends(checkpoint: Checkpoint) -> frozenset[int]:
     """Further ids that end an output, by generation_config.json."""
     ends = checkpoint.generation_config.get("eos_token_id")
@@ -353,7 +577,7 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
     return HFConfig(checkpoint.config).text("dtype", "torch_dtype", default=default).removeprefix("torch.")
 
 
-def _chat_template(tokenizer: Tokenizer, override: str | None) -> ChatTemplate | None:
+def _chat_template(tokenizer: Tokenizer, override: str | None, content_format: str) -> ChatTemplate | None:
     """The template given (a file, or the text itself), else the model's own, else None."""
     if override is not None:
         path = Path(override)
@@ -362,35 +586,57 @@ def _chat_template(tokenizer: Tokenizer, override: str | None) -> ChatTemplate |
             raise UsageError(f"--chat-template: {override}: no such file, and no template either")
         source = override if is_text else path.read_text(encoding="utf-8")
         try:
-            return ChatTemplate.for_tokenizer(tokenizer, override=source)
+            return ChatTemplate.for_tokenizer(tokenizer, override=source, content_format=content_format)
         except InvalidRequest as error:
             raise UsageError(f"--chat-template: {error.message}") from None
     if not tokenizer.chat_templates:
         return None
     try:
-        return ChatTemplate.for_tokenizer(tokenizer)
+        return ChatTemplate.for_tokenizer(tokenizer, content_format=content_format)
     except InvalidRequest as error:
         logger.warning("the model's chat template cannot be used: %s", error.message)
         return None
 
 
-def _plugins(vocab_size: int) -> tuple[list[BatchLogitsProcessor], tuple[Callable[[Any], None], ...]]:
-    """Installed batch-level logits processors, and their say on each request."""
-    processors: list[BatchLogitsProcessor] = []
-    checks: list[Callable[[Any], None]] = []
+def _processors(named: Sequence[str]) -> tuple[_Processor, ...]:
+    """The batch-level logits processors that are installed, then those that were named.
+
+    Raises:
+        UsageError: a name that leads to no class.
+    """
     found = discovery.find(PROCESSOR_GROUP)
     for problem in found.problems:
         logger.warning("%s", problem)
-    for offer in found.offers.values():
-        factory, processor = discovery.load(offer, lambda factory: (factory, factory(vocab_size)))
-        processors.append(processor)
-        check = getattr(factory, "validate_params", None)
-        if check is not None:
-            checks.append(check)
-    return processors, tuple(checks)
+    installed = [
+        _Processor(offer.name, discovery.load(offer, lambda factory: factory)) for offer in found.offers.values()
+    ]
+    return (*installed, *(_Processor(path, _class_at(path)) for path in named))
+
+
+def _class_at(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        found: Any = import_module(module)
+    except Exception as error:  # somebody else's code, and a sentence is due whatever it does
+        raise UsageError(f"--logits-processors: {module} cannot be imported: {error!r}") from None
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    missing = [name for name in _PROCESSOR_METHODS if not callable(getattr(found, name, None))]
+    if not isinstance(found, type) or missing:
+        raise UsageError(
+            f"--logits-processors: {path} is no class with {', '.join(_PROCESSOR_METHODS)}",
+            remedy="docs/python.md says what a logits processor is",
+        )
+    return found
 
 
 def _shown(config: EngineConfig) -> dict[str, Any]:
     """The configuration in plain JSON values."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, KVTransferConfig):
+        return {**value.as_json(), "kv_connector_extra_config": "set" if value.kv_connector_extra_config else None}
+    return dict(value) if isinstance(value, Mapping) else value

@@ -237,7 +237,7 @@ class Sampler:
     # Stages
 
     def _edit(self, logits: Tensor, batch: _Batch, plan: Plan) -> dict[int, str]:
-        """Grammar masks, then the edits that may change the argmax, then penalties; errors by row."""
+        """Grammar masks, then the edits that may change the argmax, penalties, the end of thinking; errors by row."""
         errors = self._mask_by_grammars(logits, batch, plan)
         for row, edits in batch.edits:
             try:
@@ -250,6 +250,8 @@ class Sampler:
         for row, edits in batch.edits:
             if edits.penalties is not None:
                 edits.penalties.apply(logits[row])
+            if edits.thinking is not None:
+                edits.thinking.apply(logits[row])
         return errors
 
     def _mask_by_grammars(self, logits: Tensor, batch: _Batch, plan: Plan) -> dict[int, str]:

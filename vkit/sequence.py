@@ -12,9 +12,17 @@ from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeAlias, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vkit.media import MediaInput, PlacedMedia
+from vkit.thinking import ThinkingBudget
 from vkit.types import FinishReason, PositionLogprobs, SamplingParams
+
+RopePositions: TypeAlias = NDArray[np.int64]
+"""(3, T): position in time, row and column of every prompt token."""
 
 
 class SequenceStatus(Enum):
@@ -56,6 +64,18 @@ class Grammar(Protocol):
         """Return to the start."""
 
 
+class AdapterRef(Protocol):
+    """A low-rank adapter as the host knows it."""
+
+    @property
+    def name(self) -> str:
+        """What requests call it."""
+
+    @property
+    def key(self) -> str:
+        """What keys and values computed with it depend on: the name and a digest of the weights."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence inside the engine core."""
@@ -80,7 +100,21 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """params.bad_words as token ids."""
     reads_prefix_cache: bool = True
+    adapter: AdapterRef | None = None
+    """The low-rank adapter it runs with."""
+    wants_all_rows: bool = False
+    """Whether every prompt position's row is wanted of the model, not only the last."""
+    embedding: list[float] | None = None
+    """What an engine that embeds made of the prompt."""
+    thinking: ThinkingBudget | None = None
+    """How long the model may reason."""
     grammar: Grammar | None = None
+    media: tuple[PlacedMedia, ...] = ()
+    """Images, videos and sound, at their places in the prompt."""
+    rope_positions: RopePositions | None = None
+    """For prompts in which they are not simply 0, 1, 2, ..."""
+    position_delta: int = 0
+    """What the position of a token after the prompt is more than its index (at most 0)."""
     pending_grammar: Future[Grammar] | None = None
     """Compilation in progress; the sequence waits in WAITING_FOR_GRAMMAR until it is done."""
 
@@ -93,6 +127,20 @@ class Sequence:
     """Sampled positions whose token id has not come back yet (asynchronous scheduling)."""
     num_in_flight: int = 0
     """Plans that name this sequence and are not committed yet; its blocks outlive them."""
+    num_external_tokens: int = 0
+    """Of the computed tokens, those that a cache connector brought."""
+    external_source: str = "external_unspecified"
+    """The tier they came from, one of metrics.CACHED_SOURCES."""
+    is_loading: bool = False
+    """Whether the bytes of external tokens are not yet known to be in the blocks."""
+    skips_external: bool = False
+    """Whether a cache connector is not to be asked any more."""
+    void_step: int = 0
+    """Results of plans up to this step are void: they were computed from entries that never arrived."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the client said to the cache connector."""
+    kv_transfer_reply: dict[str, Any] | None = None
+    """What the cache connector says to the client."""
     draft_token_ids: list[int] = field(default_factory=list)
     block_ids: list[list[int]] = field(default_factory=list)
     """One block table per cache group; 0 stands for a block that is no longer needed."""
@@ -205,6 +253,17 @@ class StateCopy:
 
 
 @dataclass(slots=True)
+class MediaOrders:
+    """What a step does about encoded media before it runs: first the clearing, then the freeing, then the encoding."""
+
+    encode: list[MediaInput] = field(default_factory=list)
+    free: list[bytes] = field(default_factory=list)
+    """Digests of items to forget."""
+    clears: bool = False
+    """Forget all of them first."""
+
+
+@dataclass(slots=True)
 class Plan:
     """What one step runs, in row order. Logits rows follow the same order."""
 
@@ -214,6 +273,9 @@ class Plan:
     """Sequences that ended since the last plan: their state rows may be dropped."""
     state_copies: list[StateCopy] = field(default_factory=list)
     """To be done in this order, before anything of the step is written."""
+    connector_meta: Any = None
+    """What the cache connector's worker half loads and stores with this step."""
+    media: MediaOrders = field(default_factory=MediaOrders)
 
     @property
     def num_tokens(self) -> int:
@@ -229,6 +291,8 @@ class StepSamples:
     """Accepted tokens per item; empty where the item does not sample."""
     logprobs: list[list[PositionLogprobs] | None]
     """One entry per token where log-probabilities were asked for."""
+    complete: set[int] = field(default_factory=set)
+    """Indices of items whose sequence is done without a token: its embedding is made."""
     errors: dict[int, str] = field(default_factory=dict)
     """Item index -> what went wrong with this row alone."""
     num_corrupted: int = 0

@@ -10,7 +10,7 @@ import importlib
 from importlib.metadata import entry_points
 
 from vkit.errors import ModelLoadError
-from vkit.models.base import CausalLM, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
+from vkit.models.base import CausalLM, MediaContext, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
 from vkit.models.hf_config import HFConfig
 from vkit.models.loading import check_tensors, load_weights
 
@@ -21,6 +21,7 @@ BUILTIN_MODELS: dict[str, str] = {
     "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
     "GPT2LMHeadModel": "gpt2",
     "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",
@@ -35,9 +36,11 @@ BUILTIN_MODELS: dict[str, str] = {
     "KimiLinearForCausalLM": "kimi_linear",
     "LagunaForCausalLM": "laguna",
     "LlamaForCausalLM": "llama",
+    "LlamaModel": "embedding",
     "MiniCPM3ForCausalLM": "minicpm3",
     "MiniCPMForCausalLM": "minicpm",
     "MistralForCausalLM": "llama",
+    "MistralModel": "embedding",
     "MixtralForCausalLM": "mixtral",
     "MuseGlimmerForCausalLM": "muse_glimmer",
     "MuseGlimmerForConditionalGeneration": "muse_glimmer",
@@ -48,8 +51,11 @@ BUILTIN_MODELS: dict[str, str] = {
     "Phi3ForCausalLM": "phi3",
     "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2Model": "embedding",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3",
+    "Qwen3Model": "embedding",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5",
@@ -58,14 +64,25 @@ BUILTIN_MODELS: dict[str, str] = {
 }
 """Architecture -> module of this package that defines a class of that name."""
 
+_IS_DRAFT = "it proposes tokens for another model and answers nothing by itself"
+
 KNOWN_BUT_REFUSED: dict[str, str] = {
+    "DFlashDraftModel": _IS_DRAFT,
     "DeepseekV32ForCausalLM": "it is too large to be checked here",
     "Dots3NoteForCausalLM": "it is too large to be checked here",
+    "Gemma3ForConditionalGeneration": "its vision tower has no description here; Gemma3ForCausalLM checkpoints run",
     "GlmMoeDsaForCausalLM": "it is too large to be checked here",
     "KimiK3ForConditionalGeneration": "its published files describe tensors, not how they are computed",
     "MiniMaxM2ForCausalLM": "it is too large to be checked here",
+    "Qwen3VLMoeForConditionalGeneration": "nothing is here to check its experts against; the dense Qwen3-VL runs",
+    "Qwen3DSparkModel": _IS_DRAFT,
+    "Qwen3_5MTP": _IS_DRAFT,
+    "Qwen3_5MoeMTP": _IS_DRAFT,
 }
 """Architectures that people will bring and that nothing here computes -> why."""
+
+SPEECH_MODELS = ("ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT")
+"""Architectures that hear instead of read (see vkit.speech)."""
 
 _registered: dict[str, ModelClass] = {}
 
@@ -96,6 +113,11 @@ def model_class(architecture: str) -> ModelClass:
     for point in entry_points(group=ENTRY_POINT_GROUP, name=architecture):
         plugged: ModelClass = point.load()
         return plugged
+    if architecture in SPEECH_MODELS:
+        raise ModelLoadError(
+            f"architecture {architecture!r} is a speech model, which reads no text",
+            remedy="use vkit transcribe, or vkit serve and /v1/audio/transcriptions",
+        )
     if architecture in KNOWN_BUT_REFUSED:
         reason = KNOWN_BUT_REFUSED[architecture]
         raise ModelLoadError(f"architecture {architecture!r} is known but not computed: {reason}")
@@ -129,8 +151,10 @@ __all__ = [
     "BUILTIN_MODELS",
     "ENTRY_POINT_GROUP",
     "KNOWN_BUT_REFUSED",
+    "SPEECH_MODELS",
     "CausalLM",
     "HFConfig",
+    "MediaContext",
     "build_model",
     "check_tensors",
     "create_model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,9 @@ from vkit import kernels
 from vkit.batch import Batch
 from vkit.cache.groups import LayerCacheSpec
 from vkit.layers import CacheOwner, LMHead, Module
+from vkit.media import MediaInput, MediaProcessor
 from vkit.models.hf_config import HFConfig
+from vkit.models.media_context import MediaContext
 from vkit.quantization import Weight
 
 
@@ -76,6 +79,8 @@ class ModelCheckpoint(Protocol):
 class CausalLM(Module):
     """A decoder with a head. Subclasses build `model` and `lm_head` in __init__ and may override the rest."""
 
+    embeds = False
+    """Whether the hidden states themselves are wanted, as embeddings; `compute_logits` then returns them."""
     ignored_tensors: tuple[str, ...] = ()
     """Regular expressions of tensor names that published files carry and nobody needs."""
 
@@ -107,12 +112,30 @@ class CausalLM(Module):
         """Hidden states (T, H) after the final norm."""
         return self.model(batch)
 
+    def media_processor(self, context: MediaContext) -> MediaProcessor | None:
+        """How media are prepared for this model; None if it takes text only."""
+        return None
+
+    def encode_media(self, item: MediaInput) -> EncodedMedia:
+        """What the tower makes of an item that `media_processor` prepared."""
+        raise ValueError(f"{type(self).__name__} has no tower for {item.kind}")
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (R, H) -> logits (R, V) float32."""
         logits = self.lm_head(hidden).float()
         if self._logits_multiplier != 1.0:
             logits = kernels.scale(logits, self._logits_multiplier)
         return logits if self._logits_cap is None else kernels.soft_cap(logits, self._logits_cap)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedMedia:
+    """What a tower made of one item."""
+
+    embeddings: Tensor
+    """(n, H): one row per prompt token that stands for the item."""
+    features: tuple[Tensor, ...] = ()
+    """(n, H) each: added to the stream after the first blocks, one per block."""
 
 
 ModelClass = Callable[[HFConfig, ModelConfig], CausalLM]
