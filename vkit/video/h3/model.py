@@ -126,19 +126,21 @@ def open_model(paths: VideoModelPaths, options: VideoOptions) -> H3Model:
         dtype,
         options,
         encoder,
-        _tokenizer(paths),
+        _tokenizer(paths, encoder),
         _video_vae(paths, dit, torch_device),
         _audio_vae(paths, dit, torch_device),
         paths=paths,
     )
 
 
-def _tokenizer(paths: VideoModelPaths) -> Tokenizer | None:
-    """The tokenizer given, or the one beside the conditioner."""
+def _tokenizer(paths: VideoModelPaths, encoder: EncoderWeights | None) -> Tokenizer | None:
+    """The tokenizer given, that within the conditioner's file, or the one beside it."""
     if paths.tokenizer is not None:
         return load_tokenizer(paths.tokenizer)
-    if paths.encoder is None:
+    if paths.encoder is None or encoder is None:
         return None
+    if "tokenizer.ggml.tokens" in encoder.files.metadata:
+        return load_tokenizer(paths.encoder)
     folder = paths.encoder if paths.encoder.is_dir() else paths.encoder.parent
     return load_tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None
 

@@ -98,6 +98,29 @@ class VideoPipeline:
 
         return resolve_request(self._model, request, denoise_only=denoise_only).plan
 
+    def check_run(
+        self, request: VideoRequest, workdir: Path, *, output: Path | None = None, denoise_only: bool = False
+    ) -> VideoPlan:
+        """The plan of a new run that could begin now: folders, disk space and all; nothing is read or written.
+
+        Raises:
+            DiskSpaceError, InvalidRequest, MediaError, UsageError: why it could not.
+        """
+        from vkit.video.h3.running import check_run
+
+        options = RunOptions(output=output, muxer=None if output is None else lambda _: None, denoise_only=denoise_only)
+        return check_run(self._model, request, workdir, options)
+
+    def read_weights(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Bytes of the weights of all parts, every one read once; `progress` gets (bytes done, bytes in all).
+
+        Raises:
+            CheckpointError: a file ends too soon, or holds numbers that are not finite.
+        """
+        from vkit.video.h3.running import read_weights
+
+        return read_weights(self._model, progress)
+
     def parameters(self) -> dict[str, int]:
         """Sizes of the transformer under their published names."""
         return self._model.dit.config.as_params()

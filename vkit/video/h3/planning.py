@@ -110,7 +110,7 @@ def _check_parts(model: H3Model, inputs: ResolvedInputs, *, denoise_only: bool) 
     hears = any(item.wave is not None for item in inputs.references)
     needed = [
         ("--video-vae", model.video_vae is None, sees or not denoise_only, "pictures"),
-        ("--audio-vae", model.audio_vae is None, hears or not denoise_only, "sound"),
+        ("--audio-vae", model.audio_vae is None, hears or not (denoise_only or model.options.silent), "sound"),
     ]
     for flag, is_missing, is_needed, what in needed:
         if is_missing and is_needed:
@@ -171,7 +171,9 @@ class _Stages:
             stages.append(self._condition())
         stages.append(self._denoise())
         if not denoise_only:
-            stages += [self._decode_video(), self._decode_audio()]
+            stages.append(self._decode_video())
+            if self.model.audio_vae is not None:
+                stages.append(self._decode_audio())
         return tuple(stages)
 
     def _stage(self, name: StageName, work: Work, dtype: torch.dtype, weight_bytes: int, other_bytes: int) -> StagePlan:

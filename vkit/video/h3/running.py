@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vkit.errors import InvalidRequest
+from vkit.errors import CheckpointError, InvalidRequest
+from vkit.quantization import QuantizedTensor
 from vkit.video.errors import DiskSpaceError, VideoCancelled, VideoFailed
 from vkit.video.frames import frame_path, write_ppm
 from vkit.video.h3 import rows
@@ -26,7 +27,7 @@ from vkit.video.h3.geometry import CLIP_FRAMES, CLIP_LATENTS, trim_frames
 from vkit.video.h3.inputs import ResolvedInputs
 from vkit.video.h3.model import H3Model
 from vkit.video.h3.pipeline import Progress, RunOptions, VideoResult
-from vkit.video.h3.plan import StageName
+from vkit.video.h3.plan import StageName, VideoPlan
 from vkit.video.h3.planning import ResolvedRequest, resolve_request
 from vkit.video.h3.request import VideoRequest
 from vkit.video.h3.sampler import sigmas
@@ -49,6 +50,33 @@ def run(model: H3Model, request: VideoRequest, workdir: Path, options: RunOption
     _check_space(workdir, resolved.plan.disk_bytes)
     place.begin(fingerprint(model, request, denoise_only=options.denoise_only), resume=options.resume)
     return _Run(model, resolved, place, options).all()
+
+
+def check_run(model: H3Model, request: VideoRequest, workdir: Path, options: RunOptions) -> VideoPlan:
+    """The plan of a new run that could begin now. See `VideoPipeline.check_run`."""
+    _check_options(options)
+    resolved = resolve_request(model, request, denoise_only=options.denoise_only)
+    _check_space(workdir, resolved.plan.disk_bytes)
+    WorkDir(workdir).check_free()
+    return resolved.plan
+
+
+def read_weights(model: H3Model, progress: Callable[[int, int], None] | None) -> int:
+    """Bytes of weights, each read once. See `VideoPipeline.read_weights`."""
+    every = [(files, name) for _, files in model.files() for name in sorted(files.names())]
+    total = sum(files.info(name).nbytes for files, name in every)
+    done = 0
+    for files, name in every:
+        weight = files.load(name)
+        stored = weight.data if isinstance(weight, QuantizedTensor) else weight
+        if not bool(torch.isfinite(stored.sum(dtype=torch.float64))):
+            raise CheckpointError(f"{files.path}: {name} holds numbers that are not finite")
+        del weight, stored
+        files.release(name)
+        done += files.info(name).nbytes
+        if progress is not None:
+            progress(done, total)
+    return total
 
 
 def _check_options(options: RunOptions) -> None:
@@ -140,7 +168,7 @@ class _Run:
         frames, sound = 0, None
         if not self._options.denoise_only:
             frames = self._frames(last)
-            sound = self._sound(last)
+            sound = None if self._model.audio_vae is None else self._sound(last)
             self._mux(frames, sound)
         return VideoResult(
             plan=self._plan,
@@ -268,7 +296,7 @@ class _Run:
             pace.advance()
         return self._place.sound
 
-    def _mux(self, frames: int, sound: Path) -> None:
+    def _mux(self, frames: int, sound: Path | None) -> None:
         if self._options.output is None or self._options.muxer is None:
             return
         with self._stage("mux", 1) as pace:

@@ -58,17 +58,25 @@ class WorkDir:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            taken = next((file for file in self._results() if file.exists()), None)
-            if taken is not None:
-                raise InvalidRequest(
-                    f"{self.path}: holds a run already ({taken.name})",
-                    param="workdir",
-                    remedy="resume it, or give another directory",
-                )
+            self.check_free()
             self._state.mkdir()
             _write(request, json.dumps(fingerprint, indent=1).encode())
         except OSError as error:
             raise InvalidRequest(f"{self.path}: cannot be written to: {error.strerror}", param="workdir") from None
+
+    def check_free(self) -> None:
+        """Refuse a directory that holds a video or a state.
+
+        Raises:
+            InvalidRequest: it does.
+        """
+        taken = next((file for file in self._results() if file.exists()), None)
+        if taken is not None:
+            raise InvalidRequest(
+                f"{self.path}: holds a run already ({taken.name})",
+                param="workdir",
+                remedy="resume it, or give another directory",
+            )
 
     def save_text(self, text: TextRows) -> None:
         """Keep the prompt's rows."""
