@@ -126,6 +126,8 @@ class Scheduler:
         if sequence.pending_grammar is not None:
             sequence.status = SequenceStatus.WAITING_FOR_GRAMMAR
             self._deferred[sequence.id] = sequence
+        if any(placed.item.sees_itself for placed in sequence.media):
+            sequence.skips_external = True  # a load could end amid tokens that see each other
         self._sequences[sequence.id] = sequence
         self._policy.add(sequence)
 
