@@ -23,14 +23,14 @@ FOLDERS = {"vkit": ROOT / "vkit", "vkit.commands": ROOT / "commands", "vkit.kern
 RANKS: dict[str, int] = {
     # A module imports only what has its own rank or a lower one. See docs/architecture.md.
     **dict.fromkeys(["vkit.errors"], 0),
-    **dict.fromkeys(["vkit.types", "vkit.config", "vkit.env"], 1),
+    **dict.fromkeys(["vkit.types", "vkit.config", "vkit.env", "vkit.speculative_config"], 1),
     **dict.fromkeys(["vkit.kernels", "vkit.discovery"], 2),
     **dict.fromkeys(["vkit.quantization", "vkit.device"], 3),
     **dict.fromkeys(["vkit.loaders", "vkit.layers"], 4),
     **dict.fromkeys(["vkit.cache", "vkit.sequence", "vkit.policies", "vkit.text", "vkit.batch"], 4),
     **dict.fromkeys(["vkit.models", "vkit.structured", "vkit.parsers"], 5),
     **dict.fromkeys(["vkit.logits", "vkit.randomness"], 5),
-    **dict.fromkeys(["vkit.scheduler", "vkit.sampler", "vkit.runner", "vkit.proposers", "vkit.metrics"], 6),
+    **dict.fromkeys(["vkit.scheduler", "vkit.sampler", "vkit.runner", "vkit.speculation", "vkit.metrics"], 6),
     **dict.fromkeys(["vkit.inputs", "vkit.outputs", "vkit.engine"], 7),
     **dict.fromkeys(["vkit.loading", "vkit.engine_thread", "vkit.beam_search", "vkit.scoring"], 8),
     **dict.fromkeys(["vkit.async_engine", "vkit.llm", "vkit.default_model", "vkit.client"], 8),
@@ -56,6 +56,9 @@ TORCH_FREE = [
         "vkit.cache.blocks",
         "vkit.cache.prefix",
         "vkit.cache.groups",
+        "vkit.speculative_config",
+        "vkit.speculation.proposer",
+        "vkit.speculation.ngram",
     ),
 ]
 CROSSING = {"vkit.kernels": {"vkit.kernels"}, "vkit.errors": set(), "vkit.types": {"vkit.errors", "vkit.types"}}

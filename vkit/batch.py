@@ -6,7 +6,7 @@ Knows nothing of models, sampling or text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -48,6 +48,11 @@ class Batch:
     store: TensorStore
     host_cu_seqlens: list[int]
     """cu_seqlens on the host."""
+    state_targets: list[Tensor | None] | None = None
+    """Per cache group, (T,) int64: the block that the state after each token goes to, -1 where it is not kept; None for
+    a group of tokens. None where nothing is verified: then states are replaced in place."""
+    verified: list[int] = field(default_factory=list)
+    """Sequences with drafts, where states are kept per token."""
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor, PagedBatch]:
         """K cache, V cache and the sequences' places in them, for an attention layer."""
@@ -66,7 +71,9 @@ class Batch:
         """The state tensors of a recurrent layer by name, (N, ...) each, and which entry is each sequence's."""
         blocks = self.state_blocks[self.store.group_of[layer]]
         assert blocks is not None
-        return self.store.tensors[layer], StateBatch(blocks, self.is_fresh, self.cu_seqlens, self.host_cu_seqlens)
+        targets = None if self.state_targets is None else self.state_targets[self.store.group_of[layer]]
+        states = StateBatch(blocks, self.is_fresh, self.cu_seqlens, self.host_cu_seqlens, targets, self.verified)
+        return self.store.tensors[layer], states
 
 
 @dataclass(slots=True, eq=False)
@@ -149,12 +156,16 @@ class BatchBuilder:
         seq_lens = starts + counts
         slots = self._slots(np.repeat(rows, counts), positions)
         states = [
-            np.array([item.sequence.block_ids[group][0] for item in scheduled], np.int64)
+            np.array([item.sequence.block_ids[group][item.sequence.state_row] for item in scheduled], np.int64)
             for group in self._state_groups
         ]
+        verified = [b for b, item in enumerate(scheduled) if item.num_drafts] if self._state_groups else []
+        targets = [_state_targets(scheduled, group) for group in self._state_groups] if verified else []
         ids = np.array(token_ids, np.int64)
         assert ids.shape == positions.shape, "a plan names tokens whose ids are not known yet"
-        wide = self._upload([ids, positions, _last_rows(cu, wanted), (starts == 0).astype(np.int64), *slots, *states])
+        wide = self._upload(
+            [ids, positions, _last_rows(cu, wanted), (starts == 0).astype(np.int64), *slots, *states, *targets]
+        )
         narrow = self._upload([rows.astype(np.int32), seq_lens.astype(np.int32), cu.astype(np.int32)])
         hosts = row_list, seq_lens.tolist(), cu.tolist()
         num_paged = len(self._paged_groups)
@@ -167,9 +178,11 @@ class BatchBuilder:
             is_fresh=wide[3].bool(),
             logits_rows=wide[2],
             paged=self._paged(wide[4 : 4 + num_paged], narrow, hosts),
-            state_blocks=self._by_group(self._state_groups, wide[4 + num_paged :]),
+            state_blocks=self._by_group(self._state_groups, wide[4 + num_paged :][: len(states)]),
             store=self._store,
             host_cu_seqlens=hosts[2],
+            state_targets=self._by_group(self._state_groups, wide[4 + num_paged + len(states) :]) if verified else None,
+            verified=verified,
         )
 
     def _collect(self, scheduled: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
@@ -265,6 +278,19 @@ def _token_ids(item: ScheduledSequence) -> list[int]:
     stop = item.start + item.num_tokens - item.num_drafts
     ids = sequence.token_ids[item.start : stop]
     return ids + sequence.draft_token_ids[: item.num_drafts] if item.num_drafts else ids
+
+
+def _state_targets(scheduled: list[ScheduledSequence], group: int) -> IntArray:
+    """Where the state after each token goes: in a verification the rows after the current one, else that one."""
+    targets: list[int] = []
+    for item in scheduled:
+        table, row = item.sequence.block_ids[group], item.sequence.state_row
+        if item.num_drafts:
+            assert item.num_tokens == 1 + item.num_drafts <= len(table), "every state of a verification has a row"
+            targets.extend(table[(row + place) % len(table)] for place in range(1, item.num_tokens + 1))
+        else:
+            targets.extend([-1] * (item.num_tokens - 1) + [table[row]])
+    return np.array(targets, np.int64)
 
 
 def _last_rows(cu: IntArray, wanted: IntArray) -> IntArray:

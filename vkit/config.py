@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
+from vkit.speculative_config import SpeculativeSettings, parse_speculative_config
 
 DEFAULT_NUM_BLOCKS = 256
 DEFAULT_MEMORY_UTILIZATION = 0.92
@@ -51,6 +52,8 @@ class CacheGroupFacts:
     bytes_per_unit: int
     """Bytes one layer keeps per token (full, sliding) or per sequence (state)."""
     window: int | None = None
+    num_states: int = 1
+    """States one sequence keeps at a time (state)."""
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes one layer needs in one block."""
@@ -59,7 +62,7 @@ class CacheGroupFacts:
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Most blocks one sequence of `num_tokens` ever holds at a time."""
         if self.kind == "state":
-            return 1
+            return self.num_states
         whole = math.ceil(num_tokens / block_size)
         if self.window is None:
             return whole
@@ -183,6 +186,8 @@ class EngineArgs:
     """Expand GGUF blocks to the compute dtype at load instead of keeping them packed."""
     no_mmap: bool = False
     """Read weight files instead of mapping them."""
+    speculative_config: SpeculativeSettings | Mapping[str, Any] | str | None = None
+    """How to draft tokens: settings, a mapping, or a JSON object as text."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -227,6 +232,8 @@ class EngineArgs:
             _check_bool(name, getattr(self, name))
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", parse_speculative_config(self.speculative_config))
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -252,6 +259,13 @@ class EngineArgs:
                     raise UsageError(f"{flag_of(name)}: cuts prompts, so it needs --enable-chunked-prefill")
         if self.device == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect with --device cuda")
+
+    @property
+    def speculation(self) -> SpeculativeSettings | None:
+        """How to draft tokens; None: not at all."""
+        settings = self.speculative_config
+        assert settings is None or isinstance(settings, SpeculativeSettings)
+        return settings
 
     def resolve(self, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
         """Decide every setting for this model on this device.
@@ -315,6 +329,7 @@ class EngineArgs:
             kv_cache_dtype=resolve_kv_cache_dtype(self, model.dtype, device),
             gguf_dequantize=self.gguf_dequantize,
             no_mmap=self.no_mmap,
+            speculation=self.speculation,
             notes=tuple(notes),
         )
 
@@ -358,6 +373,7 @@ class EngineConfig:
     kv_cache_dtype: str
     gguf_dequantize: bool
     no_mmap: bool
+    speculation: SpeculativeSettings | None = None
     notes: tuple[str, ...] = ()
     """Lines to log once: what was lowered, raised or replaced, and why."""
 

@@ -39,6 +39,7 @@ from vkit.models.hf_config import CONTEXT_KEYS
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
+from vkit.speculation.support import check_plugins, check_processors, make_proposer
 from vkit.structured.compiler import GrammarCompiler, require_backend
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
@@ -189,11 +190,18 @@ class CheckedModel:
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
         torch.set_num_threads(config.threads)
         kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
-        resident = ResidentModel(checkpoint, config, progress)
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins, checks = _plugins(vocab_size)
+        proposer = None
+        if config.speculation is not None:
+            check_plugins(plugins)
+            checks = (*checks, check_processors)
+            proposer = make_proposer(config.speculation)
+        resident = ResidentModel(checkpoint, config, progress)
         groups = group_layers(list(self.cache_specs))
-        engine = Engine(engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins)
+        engine = Engine(
+            engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins, proposer=proposer
+        )
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -308,9 +316,10 @@ def _device_facts(device: Device) -> DeviceFacts:
 
 def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCacheSpec | None]) -> ModelFacts:
     groups = []
+    num_states = 1 + (args.speculation.num_speculative_tokens or 1 if args.speculation is not None else 0)
     for group in group_layers(specs):
         units = [spec.bytes_per_unit for spec in (specs[layer] for layer in group.layers) if spec is not None]
-        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window))
+        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window, num_states))
     config = HFConfig(checkpoint.config)
     num_experts = config.optional_integer(*_EXPERT_KEYS)
     per_token, per_seq = _activation_bytes(config)
@@ -393,4 +402,6 @@ def _plugins(vocab_size: int) -> tuple[list[BatchLogitsProcessor], tuple[Callabl
 def _shown(config: EngineConfig) -> dict[str, Any]:
     """The configuration in plain JSON values."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if config.speculation is not None:
+        values["speculation"] = dataclasses.asdict(config.speculation)
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
