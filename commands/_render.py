@@ -17,6 +17,8 @@ PIPE_WIDTH = 4000
 
 LoadProgress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
+SecondsProgress = Callable[[float], None]
+"""(seconds of a recording done)"""
 
 
 def note(message: str) -> None:
@@ -98,6 +100,20 @@ def load_progress(name: str) -> Iterator[LoadProgress | None]:
             bar.update(task, completed=done_bytes, total=total_bytes)
 
         yield show
+
+
+@contextmanager
+def seconds_progress(name: str) -> Iterator[SecondsProgress | None]:
+    """How far a recording has been read, on stderr; None where the text itself shows it, or nobody watches."""
+    if not sys.stderr.isatty() or sys.stdout.isatty():
+        yield None
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:.0f} s of sound"))
+    with Progress(*columns, TimeElapsedColumn(), console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"transcribing {name}".replace("[", r"\["), total=None)
+        yield lambda seconds: bar.update(task, completed=seconds)
 
 
 def size(num_bytes: int) -> str:

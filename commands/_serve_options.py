@@ -171,6 +171,14 @@ class ApiFlags:
         Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],
         _api("--logprobs-mode", help="Which values log-probabilities report."),
     ] = "raw_logprobs"
+    logits_processors: Annotated[
+        list[str] | None,
+        _api(
+            "--logits-processors",
+            metavar="MODULE:CLASS",
+            help="A class that edits every step's logits, beside the installed ones; repeatable.",
+        ),
+    ] = None
     max_n: Annotated[int, _api("--max-n", min=1, max=16384, help="Most choices per prompt.")] = 128
     generation_config: Annotated[
         str,
@@ -180,6 +188,13 @@ class ApiFlags:
         str | None,
         _api("--override-generation-config", metavar="JSON", help="Sampling defaults over those of the model."),
     ] = None
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        _api(
+            "--chat-template-content-format",
+            help="How templates get message contents: text, or lists of parts; auto looks at the template.",
+        ),
+    ] = "auto"
     default_chat_template_kwargs: Annotated[
         str | None,
         _api("--default-chat-template-kwargs", metavar="JSON", help="Template variables where a request has none."),
@@ -226,6 +241,9 @@ class ApiFlags:
         float, _api("--responses-store-ttl", min=0, help="Seconds a response is kept; 0: as long as there is room.")
     ] = 3600.0
     disable_responses_store: Annotated[bool, _api("--disable-responses-store", help="Keep no responses.")] = False
+    kv_cache_metrics: Annotated[
+        bool, _api("--kv-cache-metrics", help="Measure how long blocks of the KV cache live and idle.")
+    ] = False
     disable_metrics: Annotated[bool, _api("--disable-metrics", help="Serve no /metrics.")] = False
     disable_docs: Annotated[bool, _api("--disable-docs", help="Serve no /docs and no /openapi.json.")] = False
     repository_override: Annotated[
@@ -235,6 +253,8 @@ class ApiFlags:
     def __post_init__(self) -> None:
         if self.enable_auto_tool_choice and self.tool_call_parser == "none":
             raise UsageError("--enable-auto-tool-choice: contradicts --tool-call-parser none")
+        if self.kv_cache_metrics and self.disable_metrics:
+            raise UsageError("--kv-cache-metrics: contradicts --disable-metrics")
         if any(not name for name in self.served_model_name or ()):
             raise UsageError("--served-model-name: a name must not be empty")
 
@@ -337,8 +357,6 @@ def server_settings(
         generation_config=generation_config(api.generation_config),
         override_generation_config=json_object("--override-generation-config", api.override_generation_config),
         scheduling_policy=scheduling_policy,
-        tool_call_parser=api.tool_call_parser,
-        reasoning_parser=api.reasoning_parser,
         reasoning_effort_map=effort_map(api.reasoning_effort_map),
         reasoning_field=api.reasoning_field,
         default_chat_template_kwargs=json_object("--default-chat-template-kwargs", api.default_chat_template_kwargs),

@@ -37,12 +37,19 @@ def serve(
     from vkit import EngineArgs, resolve_model
 
     path = resolve_model(sources.model, revision=sources.revision, download_dir=sources.download_dir, say=_render.note)
+    names = _served_names(api, path)
     keywords: dict[str, Any] = {
         **sources.engine_keywords(),
         **engine.engine_keywords(),
         # The routes keep to --max-logprobs; what they need for themselves (beams) may be more.
         "max_logprobs": -1,
         "logprobs_mode": api.logprobs_mode,
+        "served_model_name": names,
+        "chat_template_content_format": api.chat_template_content_format,
+        "logits_processors": tuple(api.logits_processors or ()),
+        "kv_cache_metrics": api.kv_cache_metrics,
+        "tool_parser": api.tool_call_parser,
+        "reasoning_parser": api.reasoning_parser,
         "seed": seed,
     }
     args = EngineArgs(model=str(path), max_num_seqs=max_num_seqs, **keywords)
@@ -58,7 +65,7 @@ def serve(
         raise MissingExtra("vkit serve", "serve") from None
     settings = _serve_options.server_settings(
         sources.model or str(path),
-        _served_names(api, path),
+        names,
         network,
         api,
         log,

@@ -143,6 +143,11 @@ _vkit() {
         'completion:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'config:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'doctor:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'inspect:--max-model-len') COMPREPLY=(); return ;;
+        'inspect:--max-num-seqs') COMPREPLY=(); return ;;
+        'inspect:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
+        'inspect:--device') COMPREPLY=($(compgen -W 'auto cpu cuda' -- "$current")); return ;;
+        'inspect:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'models:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'serve:--model') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'serve:--revision') COMPREPLY=(); return ;;
@@ -169,9 +174,11 @@ _vkit() {
         'serve:--served-model-name') COMPREPLY=(); return ;;
         'serve:--max-logprobs') COMPREPLY=(); return ;;
         'serve:--logprobs-mode') COMPREPLY=($(compgen -W 'raw_logprobs processed_logprobs raw_logits processed_logits' -- "$current")); return ;;
+        'serve:--logits-processors') COMPREPLY=(); return ;;
         'serve:--max-n') COMPREPLY=(); return ;;
         'serve:--generation-config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'serve:--override-generation-config') COMPREPLY=(); return ;;
+        'serve:--chat-template-content-format') COMPREPLY=($(compgen -W 'auto string openai' -- "$current")); return ;;
         'serve:--default-chat-template-kwargs') COMPREPLY=(); return ;;
         'serve:--tool-call-parser') COMPREPLY=(); return ;;
         'serve:--reasoning-parser') COMPREPLY=(); return ;;
@@ -208,18 +215,30 @@ _vkit() {
         'serve:--hf-overrides') COMPREPLY=(); return ;;
         'serve:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
         'tokenize:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'transcribe:--model') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'transcribe:--revision') COMPREPLY=(); return ;;
+        'transcribe:--download-dir') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'transcribe:--tokenizer') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'transcribe:--tokenizer-config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'transcribe:--chat-template') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
+        'transcribe:--device') COMPREPLY=($(compgen -W 'auto cpu cuda' -- "$current")); return ;;
+        'transcribe:--dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16' -- "$current")); return ;;
+        'transcribe:--threads') COMPREPLY=(); return ;;
+        'transcribe:--config') compopt -o default; COMPREPLY=($(compgen -f -- "$current")); return ;;
     esac
     case "$command" in
-        '') words='bench chat complete completion config doctor models serve tokenize --version -h --help' ;;
+        '') words='bench chat complete completion config doctor inspect models serve tokenize transcribe --version -h --help' ;;
         'bench') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --synthetic --dataset --dataset-path --num-prompts --input-len --output-len --prefix-len --num-prefixes --temperature --seed --concurrency --request-rate --burstiness --batch-sizes --num-batches --slo --url --endpoint --served-model-name --api-key --json --plot --plot-terminal --output-token-ids --compare --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --speculative-config --hf-overrides --max-num-seqs --config -h --help' ;;
         'chat') words='--system --max-tokens --temperature --top-p --top-k --seed --stop --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --speculative-config --hf-overrides --config -h --help' ;;
         'complete') words='--prompt --prompt-file --chat --stream --json --logprobs --repeat --max-tokens --temperature --top-p --top-k --seed --stop --json-schema --regex --choice --grammar --model --revision --download-dir --tokenizer --tokenizer-config --chat-template --max-num-seqs --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --speculative-config --hf-overrides --config -h --help' ;;
         'completion') words='--config -h --help bash zsh fish' ;;
         'config') words='--json --config -h --help' ;;
         'doctor') words='--json --config -h --help' ;;
+        'inspect') words='--max-model-len --max-num-seqs --kv-cache-dtype --device --tensors --json --config -h --help' ;;
         'models') words='--json --config -h --help' ;;
-        'serve') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --host --port --uds --root-path --api-key --allowed-origins --allowed-methods --allowed-headers --allow-credentials --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh --max-request-body-size --max-num-queued-reqs --shutdown-timeout --sse-keep-alive-interval --served-model-name --enable-force-include-usage --reject-unknown-fields --enable-request-id-headers --no-enable-request-id-headers --enable-prompt-tokens-details --enable-per-request-metrics --enable-tokenizer-info-endpoint --return-tokens-as-token-ids --max-logprobs --logprobs-mode --max-n --generation-config --override-generation-config --default-chat-template-kwargs --trust-request-chat-template --no-trust-request-chat-template --exclude-tools-when-tool-choice-none --tool-call-parser --reasoning-parser --reasoning-effort-map --reasoning-field --enable-auto-tool-choice --response-role --responses-store-max-entries --responses-store-ttl --disable-responses-store --disable-metrics --disable-docs --repository-override --log-level --log-format --enable-log-requests --disable-log-requests --enable-log-outputs --max-log-len --disable-access-log --disable-access-log-for-endpoints --access-log-all --log-error-stack --max-num-seqs --seed --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --speculative-config --hf-overrides --config -h --help' ;;
+        'serve') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --host --port --uds --root-path --api-key --allowed-origins --allowed-methods --allowed-headers --allow-credentials --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh --max-request-body-size --max-num-queued-reqs --shutdown-timeout --sse-keep-alive-interval --served-model-name --enable-force-include-usage --reject-unknown-fields --enable-request-id-headers --no-enable-request-id-headers --enable-prompt-tokens-details --enable-per-request-metrics --enable-tokenizer-info-endpoint --return-tokens-as-token-ids --max-logprobs --logprobs-mode --logits-processors --max-n --generation-config --override-generation-config --chat-template-content-format --default-chat-template-kwargs --trust-request-chat-template --no-trust-request-chat-template --exclude-tools-when-tool-choice-none --tool-call-parser --reasoning-parser --reasoning-effort-map --reasoning-field --enable-auto-tool-choice --response-role --responses-store-max-entries --responses-store-ttl --disable-responses-store --kv-cache-metrics --disable-metrics --disable-docs --repository-override --log-level --log-format --enable-log-requests --disable-log-requests --enable-log-outputs --max-log-len --disable-access-log --disable-access-log-for-endpoints --access-log-all --log-error-stack --max-num-seqs --seed --device --dtype --max-model-len --block-size --num-blocks --kv-cache-memory --gpu-memory-utilization --max-num-batched-tokens --enable-prefix-caching --enable-radix-attention --no-enable-prefix-caching --disable-radix-attention --scheduling-policy --schedule-policy --enable-chunked-prefill --no-enable-chunked-prefill --long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills --prefix-caching-hash-algo --async-scheduling --no-async-scheduling --enable-jump-forward --disable-jump-forward --structured-outputs-backend --deterministic --threads --cpu-precision --kv-cache-dtype --gguf-dequantize --no-mmap --speculative-config --hf-overrides --config -h --help' ;;
         'tokenize') words='--config -h --help' ;;
+        'transcribe') words='--model --revision --download-dir --tokenizer --tokenizer-config --chat-template --device --dtype --threads --timestamps --json --config -h --help' ;;
     esac
     if [[ "$current" == -* ]]; then
         COMPREPLY=($(compgen -W "$words" -- "$current"))

@@ -6,9 +6,19 @@ Errors are built in (`ValueError`, `TypeError`) and name the op, the argument, w
 
 from __future__ import annotations
 
-from vkit.kernels.activations import add, gelu_and_mul, multiply, scale, scale_rows, silu_and_mul, soft_cap, unary
-from vkit.kernels.attention import paged_attention, write_kv
-from vkit.kernels.dense import concat, embedding, head_linear, linear, replace_ids
+from vkit.kernels.activations import (
+    add,
+    clamp,
+    gelu_and_mul,
+    multiply,
+    scale,
+    scale_rows,
+    silu_and_mul,
+    soft_cap,
+    unary,
+)
+from vkit.kernels.attention import paged_attention, segment_attention, write_kv
+from vkit.kernels.dense import add_rows, concat, embedding, head_linear, linear, put_rows, replace_ids
 from vkit.kernels.dispatch import (
     Backend,
     backends,
@@ -27,7 +37,7 @@ from vkit.kernels.packed import quantized_embedding, quantized_linear
 from vkit.kernels.paged import PagedBatch
 from vkit.kernels.recurrent import ScanConstants, StateBatch, causal_conv1d, gated_delta_net, log_decay, mamba2_scan
 from vkit.kernels.reference.dequantize import dequantize
-from vkit.kernels.rotary import qk_norm_rope, rope
+from vkit.kernels.rotary import axis_table, qk_norm_rope, rope
 from vkit.kernels.scaled import InputRounding, ScaledMatrix, scaled_linear
 
 __all__ = [
@@ -42,8 +52,11 @@ __all__ = [
     "StateBatch",
     "add",
     "add_rms_norm",
+    "add_rows",
+    "axis_table",
     "backends",
     "causal_conv1d",
+    "clamp",
     "concat",
     "configure",
     "dequantize",
@@ -60,6 +73,7 @@ __all__ = [
     "mamba2_scan",
     "multiply",
     "paged_attention",
+    "put_rows",
     "qk_norm_rope",
     "quantized_embedding",
     "quantized_linear",
@@ -73,6 +87,7 @@ __all__ = [
     "scale",
     "scale_rows",
     "scaled_linear",
+    "segment_attention",
     "silu_and_mul",
     "soft_cap",
     "unary",

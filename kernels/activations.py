@@ -91,6 +91,12 @@ def scale(x: Tensor, factor: float) -> Tensor:
     return out
 
 
+def clamp(x: Tensor, low: float, high: float) -> Tensor:
+    """x with every value brought into low..high, in x.dtype."""
+    out: Tensor = ops(x).clamp(x, low, high)
+    return out
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap · tanh(x / cap) in x.dtype.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,24 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(f"write_kv: v {tuple(v.shape)}, expected {tuple(k.shape[:2])} and a width")
     ops(k).write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Attention inside each of several runs of tokens, every token seeing its whole run; nothing is cached.
+
+    q, k and v (T, H, D), runs of lengths[0], lengths[1], ... tokens -> (T, H, D) in q.dtype.
+
+    Raises:
+        ValueError: shapes that differ, or lengths that are not those of T tokens.
+    """
+    if q.ndim != 3 or k.shape != q.shape or v.shape != q.shape:
+        raise ValueError(
+            f"segment_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: must be equal"
+        )
+    if sum(lengths) != q.shape[0] or any(length < 1 for length in lengths):
+        raise ValueError(f"segment_attention: lengths {list(lengths)[:8]}, expected the runs of {q.shape[0]} tokens")
+    out: Tensor = ops(q).segment_attention(q, k, v, lengths, scale)
+    return out
 
 
 def paged_attention(

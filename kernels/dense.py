@@ -50,6 +50,36 @@ def replace_ids(ids: Tensor, old: Sequence[int], new: int) -> Tensor:
     return out
 
 
+def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """x (T, C) with row rows[i] replaced by values[i], for rows (M,) int64 and values (M, C).
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check_rows("put_rows", x, rows, values)
+    out: Tensor = ops(x).put_rows(x, rows, values)
+    return out
+
+
+def add_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """x (T, C) with values[i] added to row rows[i], for rows (M,) int64 and values (M, C).
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check_rows("add_rows", x, rows, values)
+    out: Tensor = ops(x).add_rows(x, rows, values)
+    return out
+
+
+def _check_rows(op: str, x: Tensor, rows: Tensor, values: Tensor) -> None:
+    if x.ndim != 2 or rows.ndim != 1 or values.shape != (rows.shape[0], x.shape[1]):
+        raise ValueError(
+            f"{op}: x {tuple(x.shape)}, rows {tuple(rows.shape)} and values {tuple(values.shape)},"
+            " expected (T, C), (M,) and (M, C)"
+        )
+
+
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Each head's row times its own matrix. x (T, H, I), weight (H, O, I) -> (T, H, O) in x.dtype.
 

@@ -28,6 +28,10 @@ BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("vkit.kernels.cpu.backen
 """Per device type, the modules that call `register_backend` when imported, best first."""
 
 
+PLAIN_OPS = frozenset({"add_rows", "axis_table", "clamp", "put_rows", "segment_attention"})
+"""What plain torch runs well on every device: moves of rows, and attention that its own kernels cover."""
+
+
 class OpFinder(Protocol):
     """How a backend is asked for an implementation."""
 
@@ -189,7 +193,9 @@ def _resolve(op: str, device_type: str, dtype: torch.dtype) -> Op:
         found = backend.find(op, dtype)
         if found is not None:
             return found
-    if usable and _forced.get(device_type) != REFERENCE:
+    if op in PLAIN_OPS:
+        pass
+    elif usable and _forced.get(device_type) != REFERENCE:
         _report_once(device_type, f"{op}: no {usable[0].name} kernel for {dtype}; plain torch runs it")
     elif not usable and device_type not in _forced:
         for backend in backends(device_type):

@@ -23,6 +23,24 @@ def rope(q: Tensor, k: Tensor | None, positions: Tensor, cos_sin: Tensor, interl
     ops(q).rope(q, k, positions, cos_sin, interleaved)
 
 
+def axis_table(cos_sin: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
+    """A row of cosines and sines for every token whose pairs turn by positions of several axes.
+
+    cos_sin (P, R) as for `rope`, positions (A, T), axes (R/2,) int64: pair i of token t takes the entries of row
+    positions[axes[i], t] -> (T, R) float32, a table in which token t's own position is t.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if positions.ndim != 2 or axes.shape != (cos_sin.shape[-1] // 2,):
+        raise ValueError(
+            f"axis_table: positions {tuple(positions.shape)}, axes {tuple(axes.shape)}, expected (axes, T) and"
+            f" ({cos_sin.shape[-1] // 2},)"
+        )
+    out: Tensor = ops(cos_sin).axis_table(cos_sin, positions, axes)
+    return out
+
+
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,

@@ -78,7 +78,7 @@ def test_empty_plan() -> None:
 
 
 def test_groups_and_states() -> None:
-    builder = make_builder([FULL, SLIDING, STATE, None, FULL])
+    builder = make_builder([FULL, SLIDING, STATE, None, FULL, SLIDING])
     sequence = make_sequence("a", 8, [1, 2], [0, 3], [9])
     batch = builder.build(Plan(0, [share(sequence, 0, 5)]))
     assert batch.is_fresh.tolist() == [True]

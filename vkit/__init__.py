@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     )
     from vkit.inputs import PromptOptions
     from vkit.llm import LLM
+    from vkit.media import AudioMedia, ImageMedia, VideoMedia
+    from vkit.models import register_model
     from vkit.parsers.events import ContentDelta, ReasoningDelta, ToolCallDelta
     from vkit.parsers.json_calls import JsonCalls
     from vkit.parsers.python_calls import PythonCalls
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AudioMedia",
     "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
@@ -65,6 +68,7 @@ __all__ = [
     "EngineDeadError",
     "ExitStatus",
     "FinishReason",
+    "ImageMedia",
     "InvalidRequest",
     "JsonCalls",
     "LabelScores",
@@ -87,9 +91,11 @@ __all__ = [
     "ToolCallDelta",
     "ToolReader",
     "UsageError",
+    "VideoMedia",
     "VkitError",
     "XmlCalls",
     "check_constraint",
+    "register_model",
     "register_reasoning_parser",
     "register_tool_parser",
     "resolve_model",
@@ -100,6 +106,8 @@ _HOMES = {
     "vkit.beam_search": ("BeamSearchParams",),
     "vkit.inputs": ("PromptOptions",),
     "vkit.llm": ("LLM",),
+    "vkit.media": ("AudioMedia", "ImageMedia", "VideoMedia"),
+    "vkit.models": ("register_model",),
     "vkit.parsers.events": ("ContentDelta", "ReasoningDelta", "ToolCallDelta"),
     "vkit.parsers.json_calls": ("JsonCalls",),
     "vkit.parsers.python_calls": ("PythonCalls",),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vkit.config import EngineArgs
 from vkit.engine import Engine, PauseMode
 from vkit.engine_thread import EngineThread
-from vkit.errors import EngineDeadError, InvalidRequest
+from vkit.errors import EngineDeadError, InvalidRequest, MissingExtra
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, Prompt, PromptOptions
 from vkit.loading import LoadedModel, ProgressCallback, load_model
 from vkit.metrics import EngineStats, MetricFamily
@@ -18,6 +18,9 @@ from vkit.outputs import merge_outputs
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer
 from vkit.types import OutputKind, RequestOutput, SamplingParams, StructuredOutputs
+
+if TYPE_CHECKING:
+    from vkit.server.in_process import InProcessChat
 
 _LONG_TEXT = 4096
 """Characters from which on tokenising leaves the event loop's thread."""
@@ -42,6 +45,7 @@ class AsyncLLM:
         self._thread = EngineThread(loaded.engine)
         self._mailboxes: dict[asyncio.AbstractEventLoop, _LoopMailbox] = {}
         self._num_unnamed = 0
+        self._chat: InProcessChat | None = None
 
     # What it is
 
@@ -143,6 +147,43 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._thread.abort_one(key)
+
+    async def chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to a chat request: both are the objects of OpenAI's POST /v1/chat/completions.
+
+        Tool calls and thoughts are read by the engine's `tool_parser` and `reasoning_parser`.
+
+        Raises:
+            InvalidRequest: the request cannot be served; names the field. Unknown fields are refused.
+            MissingExtra: the extra `serve` is not installed.
+        """
+        return await self._in_process_chat().reply(request)
+
+    def chat_stream(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The reply to a chat request in chunks as they come; closing the iterator early aborts the request.
+
+        Raises:
+            InvalidRequest: from the first step; the request cannot be served.
+            MissingExtra: the extra `serve` is not installed.
+        """
+        return self._in_process_chat().chunks(request)
+
+    def _in_process_chat(self) -> InProcessChat:
+        if self._chat is None:
+            try:
+                from vkit.server.in_process import InProcessChat
+            except ModuleNotFoundError as error:
+                if error.name is None or error.name.split(".")[0] not in ("litestar", "prometheus_client"):
+                    raise
+                raise MissingExtra("AsyncLLM.chat", "serve") from None
+            self._chat = InProcessChat(
+                self,
+                self._loaded.parsers,
+                served_model_names=self._loaded.served_model_names,
+                max_logprobs=self._inputs.max_logprobs,
+                scheduling_policy=self._loaded.engine.settings.scheduling_policy,
+            )
+        return self._chat
 
     async def check_structured(self, constraint: StructuredOutputs) -> None:
         """Compile a constraint away from the event loop; requests that bring it afterwards find it ready.
@@ -318,5 +359,8 @@ def _has_running(engine: Engine) -> bool:
 
 
 def _is_long(prompt: Prompt) -> bool:
+    """Whether preparing the prompt may take longer than an event loop should wait."""
+    if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+        return True
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return isinstance(text, str) and len(text) >= _LONG_TEXT

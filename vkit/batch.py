@@ -24,13 +24,25 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
+class MediaRows:
+    """Tokens of a step that stand for a piece of a picture or of sound, and what a tower made of it."""
+
+    rows: Tensor
+    """(M,) int64: tokens of the step, ascending."""
+    embeddings: Tensor
+    """(M, H): the stream before the first block, in place of an embedding."""
+    features: list[Tensor]
+    """(M, H) each: for models that add to the stream after some of their first blocks."""
+
+
+@dataclass(slots=True)
 class Batch:
     """What a forward pass reads: T tokens of B sequences, R rows wanted for logits."""
 
     token_ids: Tensor
     """(T,) int64"""
     positions: Tensor
-    """(T,) int64"""
+    """(T,) int64; in a step with `axis_positions` the first row of those."""
     cu_seqlens: Tensor
     """(B + 1,) int32: sequence b owns tokens cu_seqlens[b] .. cu_seqlens[b + 1] - 1."""
     seq_lens: Tensor
@@ -53,6 +65,14 @@ class Batch:
     a group of tokens. None where nothing is verified: then states are replaced in place."""
     verified: list[int] = field(default_factory=list)
     """Sequences with drafts, where states are kept per token."""
+    axis_positions: Tensor | None = None
+    """(3, T) int64: position in time, row and column, in a step that computes a prompt in which they differ."""
+    media: MediaRows | None = None
+    spans: list[list[tuple[int, int]]] | None = None
+    """Per sequence of a step that computes media tokens, the positions (first, beyond) of each of their runs, past ones
+    included."""
+    memo: dict[object, object] = field(default_factory=dict)
+    """What layers derive from the above once per step."""
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor, PagedBatch]:
         """K cache, V cache and the sequences' places in them, for an attention layer."""
@@ -161,10 +181,16 @@ class BatchBuilder:
         ]
         verified = [b for b, item in enumerate(scheduled) if item.num_drafts] if self._state_groups else []
         targets = [_state_targets(scheduled, group) for group in self._state_groups] if verified else []
+        axes = (
+            _axis_positions(scheduled, positions, cu)
+            if any(item.sequence.rope_positions is not None for item in scheduled)
+            else None
+        )
         ids = np.array(token_ids, np.int64)
         assert ids.shape == positions.shape, "a plan names tokens whose ids are not known yet"
+        turned = positions if axes is None else axes[0]
         wide = self._upload(
-            [ids, positions, _last_rows(cu, wanted), (starts == 0).astype(np.int64), *slots, *states, *targets]
+            [ids, turned, _last_rows(cu, wanted), (starts == 0).astype(np.int64), *slots, *states, *targets]
         )
         narrow = self._upload([rows.astype(np.int32), seq_lens.astype(np.int32), cu.astype(np.int32)])
         hosts = row_list, seq_lens.tolist(), cu.tolist()
@@ -183,7 +209,17 @@ class BatchBuilder:
             host_cu_seqlens=hosts[2],
             state_targets=self._by_group(self._state_groups, wide[4 + num_paged + len(states) :]) if verified else None,
             verified=verified,
+            axis_positions=self._of_prompts(scheduled, axes),
+            spans=_spans(scheduled),
         )
+
+    def _of_prompts(self, scheduled: list[ScheduledSequence], axes: IntArray | None) -> Tensor | None:
+        """The positions of all axes, where a prompt is computed in which they differ."""
+        if axes is None or all(
+            item.start >= item.sequence.num_prompt_tokens for item in scheduled if item.sequence.media
+        ):
+            return None
+        return torch.from_numpy(axes).to(self._device)
 
     def _collect(self, scheduled: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
         """Bring the tables up to date; the row of each sequence and the ids of all tokens."""
@@ -291,6 +327,25 @@ def _state_targets(scheduled: list[ScheduledSequence], group: int) -> IntArray:
         else:
             targets.extend([-1] * (item.num_tokens - 1) + [table[row]])
     return np.array(targets, np.int64)
+
+
+def _axis_positions(scheduled: list[ScheduledSequence], indices: IntArray, cu: IntArray) -> IntArray:
+    """(3, T): every token's position in time, row and column; `indices` (T,) are the places in their sequences."""
+    axes: IntArray = np.broadcast_to(indices, (3, len(indices))).copy()
+    for item, first, beyond in zip(scheduled, cu, cu[1:], strict=False):
+        sequence = item.sequence
+        if sequence.rope_positions is not None:
+            own = sequence.rope_positions[:, item.start : item.start + item.num_tokens]
+            axes[:, first:beyond] += sequence.position_delta
+            axes[:, first : first + own.shape[1]] = own
+    return axes
+
+
+def _spans(scheduled: list[ScheduledSequence]) -> list[list[tuple[int, int]]] | None:
+    """Per sequence the runs of its media, if any of them is computed in this step."""
+    if not any(placed.stop > item.start for item in scheduled for placed in item.sequence.media):
+        return None
+    return [[span for placed in item.sequence.media for span in placed.spans] for item in scheduled]
 
 
 def _last_rows(cu: IntArray, wanted: IntArray) -> IntArray:

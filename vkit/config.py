@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from vkit.errors import OutOfMemoryPreflight, UsageError
 from vkit.speculative_config import SpeculativeSettings, parse_speculative_config
 
 DEFAULT_NUM_BLOCKS = 256
+BLOCK_SIZE_MULTIPLE = 16
+"""Tokens per block come in multiples of this."""
 DEFAULT_MEMORY_UTILIZATION = 0.92
 DENSE_TOKEN_BUDGET = 2048
 MOE_TOKEN_BUDGET = 8192
@@ -39,6 +41,7 @@ PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 CPU_PRECISIONS = ("fast", "exact")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance")
+CONTENT_FORMATS = ("auto", "string", "openai")
 CACHE_KINDS = ("full", "sliding", "state")
 
 
@@ -99,6 +102,18 @@ class ModelFacts:
         page = max(group.page_bytes(block_size) for group in self.cache_groups)
         return page * max(group.num_layers for group in self.cache_groups)
 
+    def block_size_for(self, asked: int) -> int:
+        """Tokens per block: `asked`, or as many more as fill the page that a recurrent layer's state takes.
+
+        States and tokens share pages of one size; a smaller block would leave most of each page empty.
+        """
+        states = [group.bytes_per_unit for group in self.cache_groups if group.kind == "state"]
+        tokens = [group.bytes_per_unit for group in self.cache_groups if group.kind != "state"]
+        if not states or not tokens:
+            return asked
+        filled = math.ceil(max(states) / max(tokens))
+        return max(asked, math.ceil(filled / BLOCK_SIZE_MULTIPLE) * BLOCK_SIZE_MULTIPLE)
+
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
         return sum(group.blocks_for(num_tokens, block_size, token_budget) for group in self.cache_groups)
@@ -138,6 +153,14 @@ class EngineArgs:
     """A file that replaces the checkpoint's tokenizer_config.json."""
     chat_template: str | None = None
     """A template file, or the template itself, that replaces the model's own."""
+    chat_template_content_format: str = "auto"
+    """How templates get message contents: "string", "openai" (lists of parts), or "auto": what the template reads."""
+    served_model_name: str | Sequence[str] | None = None
+    """Names that requests may call the model; the first is shown. None: the base name of `model`."""
+    tool_parser: str = "hermes"
+    """How `AsyncLLM.chat` and the server read tool calls; "auto" asks the chat template, "none" reads none."""
+    reasoning_parser: str = "none"
+    """How thoughts are told from answers; "auto" asks the chat template, "none": they are not."""
     dtype: str = "auto"
     device: str = "auto"
     block_size: int = 32
@@ -173,6 +196,10 @@ class EngineArgs:
     hf_overrides: Mapping[str, Any] | str | None = None
     """Keys of config.json to replace; a mapping, or a JSON object as text."""
     logprobs_mode: str = "raw_logprobs"
+    logits_processors: str | Sequence[str] = ()
+    """Classes that edit every step's logits, as "module:Class", beside the installed ones."""
+    kv_cache_metrics: bool = False
+    """Measure how long blocks of the KV cache live, idle and wait to be used again."""
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for per position; -1: no limit."""
     deterministic: bool = False
@@ -192,10 +219,13 @@ class EngineArgs:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise UsageError(f"--model: expected a directory or a .gguf file, got {self.model!r}")
-        for name in ("tokenizer", "tokenizer_config", "chat_template"):
+        for name in ("tokenizer", "tokenizer_config", "chat_template", "tool_parser", "reasoning_parser"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
+            if (value is not None or name.endswith("_parser")) and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
+        object.__setattr__(self, "served_model_name", _names(self.served_model_name))
+        object.__setattr__(self, "logits_processors", _class_paths(self.logits_processors))
+        _check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
@@ -228,7 +258,14 @@ class EngineArgs:
         for name in ("enable_prefix_caching", "async_scheduling"):
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
-        for name in ("enable_chunked_prefill", "enable_jump_forward", "deterministic", "gguf_dequantize", "no_mmap"):
+        for name in (
+            "enable_chunked_prefill",
+            "enable_jump_forward",
+            "deterministic",
+            "gguf_dequantize",
+            "no_mmap",
+            "kv_cache_metrics",
+        ):
             _check_bool(name, getattr(self, name))
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
@@ -283,6 +320,12 @@ class EngineArgs:
         notes: list[str] = []
         max_model_len = checked_max_model_len(self.max_model_len, model)
         token_budget = resolve_token_budget(self, max_model_len, model.is_moe)
+        block_size = model.block_size_for(self.block_size)
+        if block_size != self.block_size:
+            notes.append(
+                f"--block-size raised from {self.block_size} to {block_size} tokens, which take the memory of one"
+                " recurrent state"
+            )
         pool = size_pool(self, model, device, max_model_len, token_budget)
         notes.extend(pool.notes)
         prefix_caching = self.enable_prefix_caching
@@ -302,9 +345,13 @@ class EngineArgs:
             tokenizer=self.tokenizer,
             tokenizer_config=self.tokenizer_config,
             chat_template=self.chat_template,
+            chat_template_content_format=self.chat_template_content_format,
+            served_model_name=tuple(self.served_model_name or (_base_name(self.model),)),
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
             dtype=resolve_dtype(self.dtype, model.dtype, device),
             device=device.kind,
-            block_size=self.block_size,
+            block_size=block_size,
             num_blocks=pool.num_blocks,
             max_model_len=pool.max_model_len,
             max_num_seqs=self.max_num_seqs,
@@ -322,6 +369,8 @@ class EngineArgs:
             seed=self.seed,
             hf_overrides=dict(overrides or {}),
             logprobs_mode=self.logprobs_mode,
+            logits_processors=tuple(self.logits_processors),
+            kv_cache_metrics=self.kv_cache_metrics,
             max_logprobs=self.max_logprobs,
             deterministic=self.deterministic,
             threads=self.threads or device.num_threads,
@@ -342,6 +391,10 @@ class EngineConfig:
     tokenizer: str | None = None
     tokenizer_config: str | None = None
     chat_template: str | None = None
+    chat_template_content_format: str = "auto"
+    served_model_name: tuple[str, ...] = ()
+    tool_parser: str = "hermes"
+    reasoning_parser: str = "none"
     dtype: str
     """"float32", "bfloat16" or "float16"."""
     device: str
@@ -366,6 +419,8 @@ class EngineConfig:
     seed: int | None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     logprobs_mode: str
+    logits_processors: tuple[str, ...] = ()
+    kv_cache_metrics: bool = False
     max_logprobs: int
     deterministic: bool
     threads: int
@@ -385,6 +440,27 @@ class PoolSize:
     num_blocks: int
     max_model_len: int
     notes: tuple[str, ...] = ()
+
+
+def _names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    names = (given,) if isinstance(given, str) else given
+    if names is not None and (not names or not all(isinstance(name, str) and name for name in names)):
+        raise UsageError(f"--served-model-name: expected a name or several, none of them empty, got {given!r}")
+    return None if names is None else tuple(dict.fromkeys(names))
+
+
+def _class_paths(given: str | Sequence[str]) -> tuple[str, ...]:
+    paths = (given,) if isinstance(given, str) else tuple(given)
+    for path in paths:
+        parts = path.split(":") if isinstance(path, str) else ()
+        if len(parts) != 2 or not all(part.isidentifier() for whole in parts for part in whole.split(".")):
+            raise UsageError(f"--logits-processors: expected module:Class, got {path!r}")
+    return tuple(dict.fromkeys(paths))
+
+
+def _base_name(model: str) -> str:
+    """The last part of a path, without .gguf."""
+    return os.path.basename(os.path.normpath(model)).removesuffix(".gguf")
 
 
 def flag_of(field_name: str) -> str:
@@ -478,8 +554,12 @@ class _Sizing:
     token_budget: int
 
     @property
+    def block_size(self) -> int:
+        return self.model.block_size_for(self.args.block_size)
+
+    @property
     def bytes_per_block(self) -> int:
-        return self.model.bytes_per_block(self.args.block_size)
+        return self.model.bytes_per_block(self.block_size)
 
     @property
     def used_bytes(self) -> int:
@@ -488,7 +568,7 @@ class _Sizing:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Pool size that holds one sequence of `num_tokens`, the null block included."""
-        return 1 + self.model.blocks_for(num_tokens, self.args.block_size, self.token_budget)
+        return 1 + self.model.blocks_for(num_tokens, self.block_size, self.token_budget)
 
     def longest_in(self, num_blocks: int) -> int:
         """Longest sequence a pool of `num_blocks` holds, up to max_model_len; 0 if none."""
@@ -555,7 +635,7 @@ class _Sizing:
             raise self.too_small(num_blocks, fits, source)
         note = (
             f"context lowered from {self.max_model_len} to {fits} tokens, which is what {source} holds"
-            f" ({num_blocks} KV blocks of {self.args.block_size}); --max-model-len, --num-blocks or"
+            f" ({num_blocks} KV blocks of {self.block_size}); --max-model-len, --num-blocks or"
             " --kv-cache-memory change it"
         )
         return PoolSize(num_blocks, fits, (note,))
@@ -563,7 +643,7 @@ class _Sizing:
     def too_small(self, num_blocks: int, fits: int, source: str) -> OutOfMemoryPreflight:
         return OutOfMemoryPreflight(
             f"one sequence of {self.max_model_len} tokens needs {self.blocks_for(self.max_model_len)} KV blocks of"
-            f" {self.args.block_size}; {source} gives {num_blocks}",
+            f" {self.block_size}; {source} gives {num_blocks}",
             remedy=f"--max-model-len {fits} would fit" if fits >= 2 else "raise --num-blocks or --kv-cache-memory",
         )
 

@@ -390,6 +390,10 @@ class Engine:
                     cache_salt=request.cache_salt,
                     seed=seed + index,
                     bad_word_ids=request.bad_word_ids,
+                    media=request.media,
+                    rope_positions=request.rope_positions,
+                    position_delta=request.position_delta,
+                    thinking=request.thinking,
                     reads_prefix_cache=not skips_cache,
                     pending_grammar=request.compile_grammar() if request.compile_grammar is not None else None,
                     prompt_logprobs=[None] if own.prompt_logprobs is not None else [],
@@ -438,6 +442,7 @@ class Engine:
             self.abort(request_id)
         self._settle()
         self.cache.reset_prefix_cache()
+        self.scheduler.media.clear()
         _sleeper(self.runner).sleep(level)
         self.sleep_level = level
 
@@ -500,6 +505,8 @@ class Engine:
         metrics.prefix_cache_queries.value = stats.num_queries
         metrics.prefix_cache_hits.value = stats.num_hits
         metrics.preemptions.value = self.scheduler.num_preemptions
+        metrics.mm_queries.value = self.scheduler.media.num_queries
+        metrics.mm_hits.value = self.scheduler.media.num_hits
         now = self._clock()
         if now - self._logged_time >= LOG_INTERVAL_S:
             self._log_activity(now)

@@ -13,11 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
 from vkit.errors import InvalidRequest
-from vkit.sequence import Grammar
-from vkit.types import WHOLE_VOCABULARY, OutputKind, SamplingParams, StructuredOutputs
+from vkit.media import Media, MediaLimits, MediaProcessor, PlacedMedia, PlacedPrompt, checked_media
+from vkit.sequence import Grammar, RopePositions
+from vkit.thinking import ThinkingBudget, thinking_budget
+from vkit.types import WHOLE_VOCABULARY, OutputKind, ReasoningMarks, SamplingParams, StructuredOutputs
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, the last two with an optional "cache_salt"."""
+"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, the last two with an optional "cache_salt" and an
+optional "multi_modal_data": {"image": [ImageMedia], "video": [VideoMedia], "audio": [AudioMedia]}. Each item has one
+placeholder in the prompt, as the chat template writes it; the text that holds placeholders is encoded with special
+tokens recognised."""
+
+MARKED_TAIL = 512
+"""Tokens at the end of a prompt that may say whether it has begun the reasoning."""
 
 TruncationSide = Literal["left", "right"]
 
@@ -26,6 +34,10 @@ GrammarCompiler = Callable[[StructuredOutputs], Future[Grammar]]
 
 RequestCheck = Callable[[SamplingParams], None]
 """Raises InvalidRequest for parameters a plug-in cannot serve."""
+
+
+MarksOf = Callable[[str, Mapping[str, Any]], ReasoningMarks | None]
+"""Texts around the reasoning after a prompt text written with these template variables; None: none follows."""
 
 
 class TextEncoder(Protocol):
@@ -46,6 +58,12 @@ class TextEncoder(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of the text."""
 
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to a text."""
+
 
 @dataclass(slots=True)
 class EngineRequest:
@@ -60,10 +78,15 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    thinking: ThinkingBudget | None = None
     eos_token_id: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     compile_grammar: Callable[[], Future[Grammar]] | None = None
     """A grammar for one sequence; called once per sequence."""
+    media: tuple[PlacedMedia, ...] = ()
+    """Images, videos and sound, at their places among the prompt's tokens."""
+    rope_positions: RopePositions | None = None
+    position_delta: int = 0
     is_enforceable: Future[Grammar] | None = None
     """Done once the constraint is compiled; fails with InvalidRequest. To be waited for before queueing."""
 
@@ -80,6 +103,8 @@ class PromptOptions:
     """The side that is cut: "left" keeps the last tokens, "right" the first."""
     max_logprobs: int | None = None
     """Overrides the engine's limit on log-probabilities; -1 lifts it."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template was told when it wrote the prompt; some reasoning parsers ask."""
 
 
 DEFAULT_PROMPT_OPTIONS = PromptOptions()
@@ -114,7 +139,13 @@ class InputProcessor:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     compile_grammar: GrammarCompiler | None = None
     checks: tuple[RequestCheck, ...] = ()
-    has_reasoning_parser: bool = False
+    media: MediaProcessor | None = None
+    """None: the model takes text only."""
+    media_limits: MediaLimits = field(default_factory=dict)
+    max_whole_media: int | None = None
+    """Tokens of the longest item, where the tokens of one must be computed in one step."""
+    reasoning_marks: MarksOf | None = None
+    """What the engine's reasoning parser says of a prompt; None: there is no such parser."""
     clock: Callable[[], float] = time.monotonic
 
     def process(
@@ -135,9 +166,12 @@ class InputProcessor:
         arrival_time = self.clock()
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params: expected SamplingParams, got {params!r}", param="params")
-        text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options)
+        media = self._read_media(prompt)
+        text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options, has_media=bool(media))
         token_ids = self._truncated(token_ids, options)
-        self._check_prompt(token_ids)
+        placed = self._placed(token_ids, media, options)
+        token_ids = placed.token_ids
+        self._check_prompt(placed)
         self._check_params(params, options)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequest(f"priority: expected an integer, got {priority!r}", param="priority")
@@ -156,9 +190,13 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             bad_word_ids=self._bad_word_ids(params),
+            thinking=self._thinking(params, text, token_ids, options),
             eos_token_id=self.tokenizer.eos_token_id if self.tokenizer else None,
             stop_token_ids=self._stop_token_ids(params),
             compile_grammar=grammars,
+            media=placed.media,
+            rope_positions=placed.rope_positions,
+            position_delta=placed.position_delta,
             is_enforceable=grammars.first if grammars is not None else None,
         )
 
@@ -182,25 +220,50 @@ class InputProcessor:
             raise InvalidRequest("prompt: this engine has no tokenizer; pass prompt_token_ids", param="prompt")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
 
+    def _read_media(self, prompt: Prompt) -> list[Media]:
+        data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+        if data is None:
+            return []
+        return checked_media(data, self.media.kinds if self.media is not None else (), self.media_limits)
+
+    def _placed(self, token_ids: list[int], media: list[Media], options: PromptOptions) -> PlacedPrompt:
+        """The prompt with the placeholders of its media replaced."""
+        if self.media is None or not media:
+            return PlacedPrompt(token_ids)
+        if options.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens: a prompt with media cannot be cut", param="truncate_prompt_tokens"
+            )
+        checked_token_ids("prompt", token_ids, self.vocab_size)
+        items = [self.media.prepare(item) for item in media]
+        if self.max_whole_media is not None:
+            for item in items:
+                if item.num_rows > self.max_whole_media:
+                    raise InvalidRequest(
+                        f"{item.kind}: its {item.num_rows} tokens are computed in one step, which holds at most"
+                        f" {self.max_whole_media}",
+                        param=item.kind,
+                        remedy="raise --max-num-batched-tokens or --long-prefill-token-threshold",
+                    )
+        return self.media.place(token_ids, items)
+
     def _read_prompt(
-        self, prompt: Prompt, cache_salt: str | None, options: PromptOptions
+        self, prompt: Prompt, cache_salt: str | None, options: PromptOptions, *, has_media: bool
     ) -> tuple[str | None, list[int], str | None]:
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if "multi_modal_data" in unknown:
-                raise InvalidRequest("multi_modal_data: this model takes text only", param="multi_modal_data")
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"}
             if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
                 raise InvalidRequest(
-                    "prompt: expected exactly one of the keys prompt and prompt_token_ids (and cache_salt);"
+                    "prompt: expected exactly one of the keys prompt and prompt_token_ids (and cache_salt,"
+                    " multi_modal_data);"
                     f" got {sorted(map(str, prompt))}",
                     param="prompt",
                 )
             cache_salt = prompt.get("cache_salt", cache_salt)
             prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
         if isinstance(prompt, str):
-            ids = self.encode(
-                prompt, add_special_tokens=options.add_special_tokens, parse_special=options.parse_special
-            )
+            parses = options.parse_special or has_media  # placeholders are special tokens
+            ids = self.encode(prompt, add_special_tokens=options.add_special_tokens, parse_special=parses)
             return prompt, ids, cache_salt
         if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
             raise InvalidRequest(f"prompt: expected text or token ids, got {type(prompt).__name__}", param="prompt")
@@ -222,18 +285,22 @@ class InputProcessor:
         keep = self.max_model_len - 1 if limit == -1 else limit
         return token_ids[-keep:] if options.truncation_side == "left" else token_ids[:keep]
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
+    def _check_prompt(self, placed: PlacedPrompt) -> None:
+        token_ids = placed.token_ids
         if not token_ids:
             raise InvalidRequest(
                 "prompt: no tokens; this tokenizer adds no beginning of sequence, so an empty text says nothing",
                 param="prompt",
             )
         if len(token_ids) > self.max_model_len - 1:
+            num_media = sum(item.item.num_rows for item in placed.media)
+            of_media = f" ({num_media} of them for {len(placed.media)} media items)" if num_media else ""
+            smaller = "send smaller media" if num_media else "shorten the prompt"
             raise InvalidRequest(
-                f"prompt: {len(token_ids)} tokens, but the context of {self.max_model_len} tokens leaves room for at"
-                f" most {self.max_model_len - 1} and one to generate",
+                f"prompt: {len(token_ids)} tokens{of_media}, but the context of {self.max_model_len} tokens leaves room"
+                f" for at most {self.max_model_len - 1} and one to generate",
                 param="prompt",
-                remedy="shorten the prompt, or raise --max-model-len where it is below the model's own limit",
+                remedy=f"{smaller}, or raise --max-model-len where it is below the model's own limit",
             )
         checked_token_ids("prompt", token_ids, self.vocab_size)
 
@@ -252,15 +319,14 @@ class InputProcessor:
             raise InvalidRequest(
                 "best_of: the best candidates are known at the end only; it cannot be streamed", param="best_of"
             )
-        if params.thinking_token_budget is not None and not self.has_reasoning_parser:
-            raise InvalidRequest(
-                "thinking_token_budget: needs a reasoning parser, and none is configured", param="thinking_token_budget"
-            )
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
             raise InvalidRequest(f"{name}: this engine has no tokenizer", param=name)
         for check in self.checks:
-            check(params)
+            try:
+                check(params)
+            except (TypeError, ValueError, LookupError) as error:  # plug-ins know no errors of ours
+                raise InvalidRequest(f"extra_args (vllm_xargs): {error}", param="extra_args") from None
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each word alone, and as it would follow a space where that only changes its first token."""
@@ -284,6 +350,31 @@ class InputProcessor:
                 ids.update(self.tokenizer.eos_token_ids)
                 ids -= {self.tokenizer.eos_token_id}
         return frozenset(ids.union(params.stop_token_ids))
+
+    def _thinking(
+        self, params: SamplingParams, text: str | None, token_ids: list[int], options: PromptOptions
+    ) -> ThinkingBudget | None:
+        """How long the model may reason after this prompt; None: as long as it likes, or it does not."""
+        limit = params.thinking_token_budget
+        if limit is None:
+            return None
+        marks = params.reasoning_marks
+        if marks is None and self.reasoning_marks is None:
+            raise InvalidRequest(
+                "thinking_token_budget: needs a reasoning parser, and none is configured",
+                param="thinking_token_budget",
+                remedy="set reasoning_parser (--reasoning-parser), or SamplingParams.reasoning_marks",
+            )
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                "thinking_token_budget: this engine has no tokenizer to find the end of reasoning with",
+                param="thinking_token_budget",
+            )
+        if marks is None and self.reasoning_marks is not None:
+            if text is None:
+                text = self.tokenizer.decode(token_ids[-MARKED_TAIL:], skip_special_tokens=False)
+            marks = self.reasoning_marks(text, options.template_variables)
+        return None if marks is None or limit < 0 else thinking_budget(limit, marks, self.tokenizer)
 
     def _grammars_of(self, params: SamplingParams) -> _Grammars | None:
         constraint = params.structured_outputs

@@ -169,7 +169,9 @@ class LLM:
             self._chat_prompt(conversation, tools, add_generation_prompt, chat_template, chat_template_kwargs)
             for conversation in conversations
         ]
-        return self.generate(prompts, params if params is not None else self._chat_params())
+        return self.generate(
+            prompts, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
+        )
 
     def chat_stream(
         self,
@@ -183,7 +185,9 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """The answer to one conversation as it comes."""
         prompt = self._chat_prompt(messages, tools, add_generation_prompt, chat_template, chat_template_kwargs)
-        return self.stream(prompt, params if params is not None else self._chat_params())
+        return self.stream(
+            prompt, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
+        )
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
         """The likeliest `beam_width` continuations of each prompt, best first.
@@ -198,6 +202,8 @@ class LLM:
         found = []
         for prompt in _prompt_list(prompts):
             request = self._inputs.process(prompt, SamplingParams(), request_id=self._name())
+            if request.media:
+                raise InvalidRequest("multi_modal_data: beam search takes text only", param="multi_modal_data")
             found.append(
                 beam_search(
                     request,
@@ -366,6 +372,11 @@ class LLM:
             variables=variables,
         )
         return {"prompt_token_ids": token_ids}
+
+
+def _told(chat_template_kwargs: Mapping[str, Any] | None) -> PromptOptions:
+    """Prompt options of a conversation."""
+    return PromptOptions(template_variables=chat_template_kwargs or {})
 
 
 def _check_enforceable(request: EngineRequest) -> None:

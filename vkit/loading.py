@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,15 @@ from vkit.config import (
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
-from vkit.inputs import InputProcessor
+from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
-from vkit.logits import BatchLogitsProcessor
+from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.models import HFConfig, build_model, create_model
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
+from vkit.parsers.events import ReplyContext
+from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan
@@ -43,6 +46,7 @@ from vkit.speculation.support import check_plugins, check_processors, make_propo
 from vkit.structured.compiler import GrammarCompiler, require_backend
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
+from vkit.types import ReasoningMarks
 
 logger = logging.getLogger("vkit")
 
@@ -50,6 +54,7 @@ ProgressCallback = Callable[[int, int], None]
 """(bytes loaded, bytes in all)"""
 
 PROCESSOR_GROUP = "vkit.logits_processors"
+_PROCESSOR_METHODS = ("is_argmax_invariant", "update_state", "apply")
 DEFAULT_CONTEXT = 2048
 """Context limit of a model whose configuration names none."""
 
@@ -108,6 +113,11 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     settings: Mapping[str, Any]
     """The effective configuration in plain JSON values."""
+    parsers: OutputParsers = field(default_factory=lambda: OutputParsers(None, None))
+    """How replies are read."""
+    served_model_names: tuple[str, ...] = ("model",)
+    """What requests may call the model; the first is shown."""
+    chat_template_content_format: str = "auto"
     on_close: Callable[[], None] = lambda: None
 
     @property
@@ -135,7 +145,9 @@ class LoadedModel:
         Raises:
             InvalidRequest: it does not compile.
         """
-        return ChatTemplate.for_tokenizer(self.required_tokenizer, override=source)
+        return ChatTemplate.for_tokenizer(
+            self.required_tokenizer, override=source, content_format=self.chat_template_content_format
+        )
 
     def render_chat(
         self,
@@ -172,6 +184,31 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Processor:
+    """A batch-level logits processor that can be built."""
+
+    name: str
+    factory: BatchLogitsProcessorFactory
+
+    @property
+    def check(self) -> RequestCheck | None:
+        """Its say on each request."""
+        found: RequestCheck | None = getattr(self.factory, "validate_params", None)
+        return found
+
+    def build(self, vocab_size: int) -> BatchLogitsProcessor:
+        """A processor for one engine.
+
+        Raises:
+            UsageError: it cannot be built.
+        """
+        try:
+            return self.factory(vocab_size)
+        except Exception as error:  # somebody else's code
+            raise UsageError(f"logits processor {self.name}: cannot be built: {error!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedModel:
     """A model whose files and settings have passed every check that needs no weights."""
 
@@ -180,6 +217,10 @@ class CheckedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     cache_specs: Sequence[LayerCacheSpec | None]
+    parsers: OutputParsers
+    """How replies are read."""
+    processors: tuple[_Processor, ...] = ()
+    """Batch-level logits processors, installed and named."""
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -191,7 +232,8 @@ class CheckedModel:
         torch.set_num_threads(config.threads)
         kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
-        plugins, checks = _plugins(vocab_size)
+        plugins = [processor.build(vocab_size) for processor in self.processors]
+        checks = tuple(processor.check for processor in self.processors if processor.check is not None)
         proposer = None
         if config.speculation is not None:
             check_plugins(plugins)
@@ -210,16 +252,28 @@ class CheckedModel:
             max_logprobs=config.max_logprobs,
             generation_config=checkpoint.generation_config,
             compile_grammar=grammars.compile,
+            reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
+        settings["logits_processors"] = [processor.name for processor in self.processors]
         return_freed_memory()
 
         def close() -> None:
             grammars.close()
             resident.close()
 
-        return LoadedModel(engine, inputs, tokenizer, self.chat_template, settings, close)
+        return LoadedModel(
+            engine,
+            inputs,
+            tokenizer,
+            self.chat_template,
+            settings,
+            self.parsers,
+            config.served_model_name,
+            config.chat_template_content_format,
+            on_close=close,
+        )
 
 
 def check_model(args: EngineArgs) -> CheckedModel:
@@ -243,12 +297,31 @@ def check_model(args: EngineArgs) -> CheckedModel:
         Path(args.tokenizer) if args.tokenizer else checkpoint,
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
     )
-    template = _chat_template(tokenizer, args.chat_template)
-    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
-    config = args.resolve(_model_facts(checkpoint, args, specs), _device_facts(device))
+    processors = _processors(args.logits_processors)
+    template = _chat_template(tokenizer, args.chat_template, args.chat_template_content_format)
+    parsers = open_parsers(
+        args.tool_parser,
+        args.reasoning_parser,
+        chat_template=template.source if template is not None else None,
+        text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
+    )
+    facts, specs = describe_model(checkpoint, args, device)
+    config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
-    return CheckedModel(config, checkpoint, tokenizer, template, specs)
+    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors)
+
+
+def describe_model(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device
+) -> tuple[ModelFacts, list[LayerCacheSpec | None]]:
+    """What settings depend on, and what each layer caches; no weight byte is read.
+
+    Raises:
+        ModelLoadError: the architecture is not computed here, or its configuration contradicts itself.
+    """
+    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
+    return _model_facts(checkpoint, args, specs), specs
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
@@ -284,7 +357,8 @@ def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
         enable_jump_forward=config.enable_jump_forward,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
-        cache_dtype=config.dtype,
+        cache_dtype=config.kv_cache_dtype,
+        measures_blocks=config.kv_cache_metrics,
     )
 
 
@@ -350,6 +424,15 @@ def _context_limit(checkpoint: Checkpoint) -> int:
     return HFConfig(checkpoint.config).integer(*CONTEXT_KEYS, default=DEFAULT_CONTEXT)
 
 
+def _marks_of(parsers: OutputParsers) -> MarksOf:
+    """What the parsers say of the thoughts after a prompt."""
+
+    def marks(prompt_text: str, variables: Mapping[str, Any]) -> ReasoningMarks | None:
+        return parsers.reasoning_marks(ReplyContext(prompt_text, (), chat_template_kwargs=variables))
+
+    return marks
+
+
 def _configured_ends(checkpoint: Checkpoint) -> frozenset[int]:
     """Further ids that end an output, by generation_config.json."""
     ends = checkpoint.generation_config.get("eos_token_id")
@@ -362,7 +445,7 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
     return HFConfig(checkpoint.config).text("dtype", "torch_dtype", default=default).removeprefix("torch.")
 
 
-def _chat_template(tokenizer: Tokenizer, override: str | None) -> ChatTemplate | None:
+def _chat_template(tokenizer: Tokenizer, override: str | None, content_format: str) -> ChatTemplate | None:
     """The template given (a file, or the text itself), else the model's own, else None."""
     if override is not None:
         path = Path(override)
@@ -371,32 +454,48 @@ def _chat_template(tokenizer: Tokenizer, override: str | None) -> ChatTemplate |
             raise UsageError(f"--chat-template: {override}: no such file, and no template either")
         source = override if is_text else path.read_text(encoding="utf-8")
         try:
-            return ChatTemplate.for_tokenizer(tokenizer, override=source)
+            return ChatTemplate.for_tokenizer(tokenizer, override=source, content_format=content_format)
         except InvalidRequest as error:
             raise UsageError(f"--chat-template: {error.message}") from None
     if not tokenizer.chat_templates:
         return None
     try:
-        return ChatTemplate.for_tokenizer(tokenizer)
+        return ChatTemplate.for_tokenizer(tokenizer, content_format=content_format)
     except InvalidRequest as error:
         logger.warning("the model's chat template cannot be used: %s", error.message)
         return None
 
 
-def _plugins(vocab_size: int) -> tuple[list[BatchLogitsProcessor], tuple[Callable[[Any], None], ...]]:
-    """Installed batch-level logits processors, and their say on each request."""
-    processors: list[BatchLogitsProcessor] = []
-    checks: list[Callable[[Any], None]] = []
+def _processors(named: Sequence[str]) -> tuple[_Processor, ...]:
+    """The batch-level logits processors that are installed, then those that were named.
+
+    Raises:
+        UsageError: a name that leads to no class.
+    """
     found = discovery.find(PROCESSOR_GROUP)
     for problem in found.problems:
         logger.warning("%s", problem)
-    for offer in found.offers.values():
-        factory, processor = discovery.load(offer, lambda factory: (factory, factory(vocab_size)))
-        processors.append(processor)
-        check = getattr(factory, "validate_params", None)
-        if check is not None:
-            checks.append(check)
-    return processors, tuple(checks)
+    installed = [
+        _Processor(offer.name, discovery.load(offer, lambda factory: factory)) for offer in found.offers.values()
+    ]
+    return (*installed, *(_Processor(path, _class_at(path)) for path in named))
+
+
+def _class_at(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        found: Any = import_module(module)
+    except Exception as error:  # somebody else's code, and a sentence is due whatever it does
+        raise UsageError(f"--logits-processors: {module} cannot be imported: {error!r}") from None
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    missing = [name for name in _PROCESSOR_METHODS if not callable(getattr(found, name, None))]
+    if not isinstance(found, type) or missing:
+        raise UsageError(
+            f"--logits-processors: {path} is no class with {', '.join(_PROCESSOR_METHODS)}",
+            remedy="docs/python.md says what a logits processor is",
+        )
+    return found
 
 
 def _shown(config: EngineConfig) -> dict[str, Any]:

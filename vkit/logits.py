@@ -6,6 +6,7 @@ step costs more for a longer output. Rows are float32 `(V,)` views, written in p
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vkit.sequence import OutputTokens, Sequence
+from vkit.thinking import ThinkingBudget, ThinkingCounter
 from vkit.types import LogitsProcessor, SamplingParams
 
 NEGATIVE_INFINITY = -math.inf
@@ -156,6 +158,23 @@ class Penalties:
         self._counts[index] += is_output
 
 
+class EndOfThinking:
+    """Leaves one token possible, whatever else was forbidden, once the model has reasoned as long as it may."""
+
+    def __init__(self, budget: ThinkingBudget, sequence: Sequence) -> None:
+        self._counter = ThinkingCounter(budget, OutputTokens(sequence))
+
+    def apply(self, row: Tensor, num_drafts: int = 0) -> None:
+        """Force the next token of the end mark, if it is due. With drafts at its end, the output is read on a copy."""
+        counter = copy.copy(self._counter) if num_drafts else self._counter
+        forced = counter.forced_id()
+        if forced is None:
+            return
+        value = float(row[forced])
+        row.fill_(NEGATIVE_INFINITY)
+        row[forced] = 0.0 if value == NEGATIVE_INFINITY else value
+
+
 @dataclass(slots=True)
 class RowEdits:
     """All edits of one sequence, in their fixed order."""
@@ -163,9 +182,11 @@ class RowEdits:
     before_penalties: list[RowEdit] = field(default_factory=list)
     """Stages 4 to 6: allowed ids, bad words, min_tokens, logit_bias, custom processors."""
     penalties: Penalties | None = None
+    thinking: EndOfThinking | None = None
+    """After everything that could forbid the end of reasoning."""
 
     def __bool__(self) -> bool:
-        return bool(self.before_penalties) or self.penalties is not None
+        return bool(self.before_penalties) or self.penalties is not None or self.thinking is not None
 
 
 def edits_for(sequence: Sequence) -> RowEdits:
@@ -183,7 +204,15 @@ def edits_for(sequence: Sequence) -> RowEdits:
     edits.before_penalties.extend(Custom(processor, sequence) for processor in params.logits_processors)
     if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
         edits.penalties = Penalties(sequence)
+    if sequence.thinking is not None:
+        edits.thinking = EndOfThinking(sequence.thinking, sequence)
     return edits
+
+
+_CEILINGS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), math.inf, NEGATIVE_INFINITY
+).astype(np.float32)
+"""Byte of a mask -> the largest value each of its eight ids may keep: (256, 8)."""
 
 
 def apply_bitmask(logits: Tensor, rows: SequenceABC[int], words: np.ndarray) -> None:
@@ -195,8 +224,10 @@ def apply_bitmask(logits: Tensor, rows: SequenceABC[int], words: np.ndarray) -> 
     if logits.device.type == "cpu":
         for row, own in zip(rows, words, strict=True):
             # On this thread alone: torch would wake its threads for every row, 0.1 ms that become 5 on a busy machine.
-            forbidden = np.unpackbits(~own.view(np.uint8), bitorder="little", count=vocab_size)
-            np.copyto(logits[row].numpy(), NEGATIVE_INFINITY, where=forbidden.view(np.bool_))
+            # A table and a minimum take 11 us for 49,152 ids where a masked copy takes 40 to 200 (one AVX2 core, 2026).
+            values = logits[row].numpy()
+            ceilings = _CEILINGS.take(own.view(np.uint8), axis=0).reshape(-1)[:vocab_size]
+            np.minimum(values, ceilings, out=values)
         return
     allowed = unpacked_bitmask(torch.from_numpy(np.ascontiguousarray(words)).to(logits.device), vocab_size)
     index = torch.tensor(list(rows), dtype=torch.int64, device=logits.device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from vkit import kernels
 from vkit.batch import Batch, BatchBuilder
 from vkit.cache.store import TensorStore
+from vkit.encoding import MediaEncoder, MediaStep
 from vkit.models.base import CausalLM
 from vkit.sequence import Plan, StateCopy
 
@@ -37,10 +38,11 @@ class RunnerConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """One step's tensors, and the states to copy before it runs."""
+    """One step's tensors, the states to copy before it runs, and the media to encode."""
 
     batch: Batch
     state_copies: list[StateCopy]
+    media: MediaStep
 
 
 class Runner:
@@ -67,11 +69,12 @@ class Runner:
             max_model_len=config.max_model_len,
             device=device,
         )
+        self._media = MediaEncoder(model.encode_media, device)
         self._step = kernels.wrap_step(device.type, self._run)
 
     def prepare(self, plan: Plan) -> PreparedStep:
         """Everything of a step but its arithmetic; to be done before the next plan is made."""
-        return PreparedStep(self._builder.build(plan), plan.state_copies)
+        return PreparedStep(self._builder.build(plan), plan.state_copies, MediaEncoder.prepare(plan))
 
     @torch.inference_mode()
     def execute(self, step: PreparedStep) -> Tensor:
@@ -81,7 +84,11 @@ class Runner:
         """
         for copy in step.state_copies:
             self.store.copy_block(copy.group, copy.source, copy.target)
-        return self._step(step.batch)
+        batch = step.batch
+        batch.media = self._media.run(step.media)
+        if batch.media is not None or batch.axis_positions is not None:
+            return self._run(batch)  # recorded steps know tokens alone
+        return self._step(batch)
 
     def forward(self, plan: Plan) -> Tensor:
         """`execute` of `prepare`."""

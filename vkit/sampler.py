@@ -271,7 +271,7 @@ class Sampler:
     # Stages
 
     def _edit(self, logits: Tensor, batch: _Batch, plan: Plan) -> dict[int, str]:
-        """Grammar masks, then the edits that may change the argmax, then penalties; errors by row."""
+        """Grammar masks, then the edits that may change the argmax, penalties, the end of thinking; errors by row."""
         errors = self._mask_by_grammars(logits, batch, plan)
         for row, edits in batch.edits:
             try:
@@ -286,6 +286,9 @@ class Sampler:
             if edits.penalties is not None:
                 with with_drafts(batch.sequences[row], batch.num_drafts[row]):
                     edits.penalties.apply(logits[row], batch.num_drafts[row])
+            if edits.thinking is not None:
+                with with_drafts(batch.sequences[row], batch.num_drafts[row]):
+                    edits.thinking.apply(logits[row], batch.num_drafts[row])
         return errors
 
     def _mask_by_grammars(self, logits: Tensor, batch: _Batch, plan: Plan) -> dict[int, str]:

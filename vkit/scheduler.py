@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vkit.cache.manager import KVCacheManager, PrefixHit
+from vkit.cache.media import MediaCache
 from vkit.policies import make_policy
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate, StepSamples
 from vkit.types import FinishReason, PositionLogprobs
@@ -37,6 +38,10 @@ class SchedulerLimits:
     """Admit a prompt only if the blocks for all of it are free."""
     watermark: float = 0.0
     """Share of the blocks that admission leaves free while others run."""
+    max_num_encoder_input_tokens: int = 0
+    """Most prompt tokens whose media one step encodes, and most that are kept encoded; 0 = the token budget."""
+    disable_chunked_mm_input: bool = False
+    """A step computes all tokens of a media item or none."""
 
     @property
     def long_prompt_tokens(self) -> int:
@@ -97,6 +102,8 @@ class Scheduler:
         """
         self.limits = limits
         self.cache = cache
+        encoder_budget = limits.max_num_encoder_input_tokens or limits.max_num_batched_tokens
+        self.media = MediaCache(encoder_budget, encoder_budget, splits_items=not limits.disable_chunked_mm_input)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_forced_tokens = 0
@@ -171,6 +178,7 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason, sequence.error = reason, stop_reason, error
         del self._sequences[sequence.id]
         self._finished_ids.append(sequence.id)
+        self.media.give_back(sequence)
         self._release(sequence)
 
     def take_ended(self) -> list[Sequence]:
@@ -184,6 +192,7 @@ class Scheduler:
         `max_num_seqs`, if given, is a lower limit on running sequences for this step alone.
         """
         self.cache.begin_pass()
+        self.media.begin_pass()
         work = _Pass(budget=self.limits.max_num_batched_tokens, items={})
         self._schedule_running(work)
         if not work.num_preempted:
@@ -200,7 +209,8 @@ class Scheduler:
                 sequence.num_output_placeholders += 1 + item.num_drafts
         self._step += 1
         finished_ids, self._finished_ids = self._finished_ids, []
-        return Plan(self._step, list(work.items.values()), finished_ids, self.cache.take_state_copies())
+        copies, media = self.cache.take_state_copies(), self.media.take_orders()
+        return Plan(self._step, list(work.items.values()), finished_ids, copies, media)
 
     def drop_finished(self, plan: Plan) -> None:
         """Take sequences out of a plan not yet run that ended since it was made.
@@ -216,6 +226,8 @@ class Scheduler:
             else:
                 kept.append(item)
         plan.scheduled = kept
+        if not kept:
+            self.media.clear()  # a plan that holds nothing does not run, nor do its orders
 
     def take_in_forced(self, plan: Plan) -> None:
         """Bring a plan made ahead up to date with tokens that were appended without being sampled since.
@@ -256,6 +268,7 @@ class Scheduler:
             self.cache.take_back_registrations(item.sequence)
             item.sequence.num_in_flight -= 1
             self._release(item.sequence)
+        self.media.clear()
 
     def preempt_all(self, *plans: Plan | None) -> None:
         """Make every running sequence give up its blocks, and forget these plans, which never ran to their end."""
@@ -270,6 +283,7 @@ class Scheduler:
         work = _Pass(budget=0, items={})
         while self.running:
             self._preempt(self.running[-1], work)
+        self.media.clear()
 
     def commit(self, plan: Plan, samples: StepSamples) -> list[SequenceUpdate]:
         """Book a step's tokens; the result names every sequence that got tokens or ended."""
@@ -335,15 +349,23 @@ class Scheduler:
             return 0  # the tokens under way end it
         computed = sequence.num_computed_tokens
         want = sequence.num_tokens_with_drafts - computed
-        if want > 1:
+        if want > 1 or sequence.media:
             if limits.long_prefill_token_threshold > 0:
                 want = min(want, limits.long_prefill_token_threshold)
             want = min(want, budget, limits.max_model_len - 1 - computed)
             num_drafts = self._num_drafts_in(sequence, want)
             if num_drafts:  # they leave everyone behind a token of the budget
                 want -= min(num_drafts, max(0, want + num_behind - budget))
-            return self._aligned(sequence, computed, want)
+            return self._cut(sequence, computed, want)
         return min(want, limits.max_model_len - 1 - computed)
+
+    def _cut(self, sequence: Sequence, computed: int, want: int) -> int:
+        """A chunk of at most `want` tokens, ended where it may end."""
+        aligned = self._aligned(sequence, computed, want)
+        capped = self.media.cap(sequence, computed, aligned)
+        if not capped and aligned < want:
+            return self.media.cap(sequence, computed, want)  # the boundary lies in an item that must stay whole
+        return capped
 
     def _aligned(self, sequence: Sequence, computed: int, want: int) -> int:
         """Where states can be reused, end a chunk at the last block boundary it crosses."""
@@ -369,6 +391,8 @@ class Scheduler:
                 continue
             hit = self.cache.find_hit(sequence)
             want = self._num_admitted(sequence, hit, work.budget)
+            if want <= 0:
+                continue  # its media cannot be encoded in this step
             is_partial = hit.num_tokens + want < sequence.num_tokens
             is_long = sequence.num_tokens > self.limits.long_prompt_tokens
             if is_partial and not self._may_be_partial(num_partial, num_long_partial, is_long):
@@ -397,7 +421,7 @@ class Scheduler:
         want = min(sequence.num_tokens - hit.num_tokens, budget)
         if self.limits.long_prefill_token_threshold > 0:
             want = min(want, self.limits.long_prefill_token_threshold)
-        return self._aligned(sequence, hit.num_tokens, want)
+        return self._cut(sequence, hit.num_tokens, want)
 
     def _may_be_partial(self, num_partial: int, num_long_partial: int, is_long: bool) -> bool:
         limits = self.limits
@@ -470,6 +494,7 @@ class Scheduler:
         if sequence.wants_prompt_logprobs:
             first_row = max(start, len(sequence.prompt_logprobs) - 1)
             num_logits = max(num_logits, end - first_row)
+        self.media.take(sequence, start, want)
         work.items[sequence.id] = ScheduledSequence(sequence, start, want, num_logits, samples, num_drafts)
         work.budget -= want
 
@@ -480,6 +505,7 @@ class Scheduler:
             work.budget += item.num_tokens
         self.cache.take_back_registrations(victim)
         self.cache.free(victim)
+        self.media.give_back(victim)
         self.running.remove(victim)
         victim.status = SequenceStatus.PREEMPTED
         victim.num_computed_tokens = 0

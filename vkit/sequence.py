@@ -13,9 +13,17 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeAlias, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vkit.media import MediaInput, PlacedMedia
+from vkit.thinking import ThinkingBudget
 from vkit.types import FinishReason, PositionLogprobs, SamplingParams
+
+RopePositions: TypeAlias = NDArray[np.int64]
+"""(3, T): position in time, row and column of every prompt token."""
 
 
 class SequenceStatus(Enum):
@@ -81,7 +89,15 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """params.bad_words as token ids."""
     reads_prefix_cache: bool = True
+    thinking: ThinkingBudget | None = None
+    """How long the model may reason."""
     grammar: Grammar | None = None
+    media: tuple[PlacedMedia, ...] = ()
+    """Images, videos and sound, at their places in the prompt."""
+    rope_positions: RopePositions | None = None
+    """For prompts in which they are not simply 0, 1, 2, ..."""
+    position_delta: int = 0
+    """What the position of a token after the prompt is more than its index (at most 0)."""
     pending_grammar: Future[Grammar] | None = None
     """Compilation in progress; the sequence waits in WAITING_FOR_GRAMMAR until it is done."""
 
@@ -234,6 +250,17 @@ class StateCopy:
 
 
 @dataclass(slots=True)
+class MediaOrders:
+    """What a step does about encoded media before it runs: first the clearing, then the freeing, then the encoding."""
+
+    encode: list[MediaInput] = field(default_factory=list)
+    free: list[bytes] = field(default_factory=list)
+    """Digests of items to forget."""
+    clears: bool = False
+    """Forget all of them first."""
+
+
+@dataclass(slots=True)
 class Plan:
     """What one step runs, in row order. Logits rows follow the same order."""
 
@@ -243,6 +270,7 @@ class Plan:
     """Sequences that ended since the last plan: their state rows may be dropped."""
     state_copies: list[StateCopy] = field(default_factory=list)
     """To be done in this order, before anything of the step is written."""
+    media: MediaOrders = field(default_factory=MediaOrders)
 
     @property
     def num_tokens(self) -> int:

@@ -68,9 +68,13 @@ class ReasoningMarks:
     """The text that ends reasoning."""
     start: str | None = None
     """The text that begins it, for outputs that may or may not begin with reasoning."""
+    repeated: str | None = None
+    """A text that may still stand at the head of reasoning that has begun without it."""
+    may_start_late: bool = False
+    """Whether `start` may follow a part of the answer."""
 
     def __post_init__(self) -> None:
-        for name in ("end", "start"):
+        for name in ("end", "start", "repeated"):
             value = getattr(self, name)
             if (value is not None or name == "end") and (not isinstance(value, str) or not value):
                 raise InvalidRequest(
@@ -204,6 +208,9 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
+    """Most tokens of reasoning; then its end is forced. -1: no limit. Needs marks: the engine's parser's, or these:"""
+    reasoning_marks: ReasoningMarks | None = None
+    """Texts around the reasoning of this request's outputs, where the engine's own reasoning parser shall not say."""
     repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool | None = None
     logits_processors: tuple[LogitsProcessor, ...] = ()
@@ -273,6 +280,10 @@ class SamplingParams:
             _check_bool("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
             raise _bad_constraint(f"expected StructuredOutputs, got {type(self.structured_outputs).__name__}")
+        if self.reasoning_marks is not None and not isinstance(self.reasoning_marks, ReasoningMarks):
+            raise InvalidRequest(
+                f"reasoning_marks: expected ReasoningMarks, got {self.reasoning_marks!r}", param="reasoning_marks"
+            )
         if not isinstance(self.extra_args, Mapping):
             raise InvalidRequest(f"extra_args: expected a mapping, got {self.extra_args!r}", param="extra_args")
 

@@ -22,8 +22,11 @@ from vkit.kernels.reference import (
 
 OPS: Mapping[str, Callable[..., Any]] = {
     "add": activation.add,
+    "add_rows": linear.add_rows,
+    "axis_table": rope.axis_table,
     "add_rms_norm": norm.add_rms_norm,
     "causal_conv1d": recurrent.causal_conv1d,
+    "clamp": activation.clamp,
     "concat": linear.concat,
     "dequantize": dequantize.dequantize,
     "dequantize_scaled": scaled_linear.dequantize_scaled,
@@ -38,6 +41,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "mamba2_scan": recurrent.mamba2_scan,
     "multiply": activation.multiply,
     "paged_attention": attention.paged_attention,
+    "put_rows": linear.put_rows,
     "qk_norm_rope": rope.qk_norm_rope,
     "quantized_embedding": quantized_embedding.quantized_embedding,
     "quantized_linear": quantized_linear.quantized_linear,
@@ -50,6 +54,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "scale": activation.scale,
     "scale_rows": activation.scale_rows,
     "scaled_linear": scaled_linear.scaled_linear,
+    "segment_attention": attention.segment_attention,
     "silu_and_mul": activation.silu_and_mul,
     "soft_cap": activation.soft_cap,
     "unary": activation.unary,

@@ -70,6 +70,11 @@ def scale(x: Tensor, factor: float) -> Tensor:
     return x * factor
 
 
+def clamp(x: Tensor, low: float, high: float) -> Tensor:
+    """x between low and high."""
+    return x.clamp(low, high)
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap · tanh(x / cap), in x.dtype."""
     return (torch.tanh(x.float() / cap) * cap).to(x.dtype)

@@ -5,7 +5,9 @@ Nothing of size query × key is built beyond one chunk.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,19 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     at = (slot_mapping // block_size, slot_mapping % block_size)
     k_cache.index_put_(at, k.to(k_cache.dtype))
     v_cache.index_put_(at, v.to(v_cache.dtype))
+
+
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """softmax(scale · q kᵀ) v inside each run; neighbours of one length are attended to together."""
+    out, start = [], 0
+    for length, group in itertools.groupby(lengths):
+        count = sum(1 for _ in group)
+        stop = start + count * length
+        parts = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+        attended = functional.scaled_dot_product_attention(*parts, scale=scale)
+        out.append(attended.transpose(1, 2).flatten(0, 1))
+        start = stop
+    return torch.cat(out) if out else q
 
 
 def paged_attention(

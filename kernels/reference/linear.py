@@ -28,6 +28,16 @@ def replace_ids(ids: Tensor, old: Sequence[int], new: int) -> Tensor:
     return ids
 
 
+def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """x with values in place of the given rows."""
+    return x.index_copy(0, rows, values.to(x.dtype))
+
+
+def add_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """x with values added to the given rows."""
+    return x.index_add(0, rows, values.to(x.dtype))
+
+
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (T, H, I) times weight (H, O, I), head by head, in x.dtype."""
     return torch.matmul(x.transpose(0, 1), weight.to(x.dtype).transpose(1, 2)).transpose(0, 1)

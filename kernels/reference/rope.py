@@ -19,6 +19,12 @@ def rope(q: Tensor, k: Tensor | None, positions: Tensor, cos_sin: Tensor, interl
         _rotate(k, cos, sin, interleaved)
 
 
+def axis_table(cos_sin: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
+    """(T, R): each pair's cosine and sine at the position of its axis."""
+    own = positions[axes].T  # (T, R/2)
+    return torch.cat([half.gather(0, own) for half in cos_sin.chunk(2, dim=-1)], dim=-1)
+
+
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,

@@ -76,6 +76,32 @@ def test_flags(serve: Run, served: list[Any], tmp_path: Path) -> None:
     assert (settings.enable_responses_store, settings.responses_store_ttl_s) == (False, 5)
     assert settings.max_num_queued_reqs == 7
     assert settings.root_path == "/x"
+    assert (args.kv_cache_metrics, args.logits_processors, args.chat_template_content_format) == (False, (), "auto")
+    assert (args.tool_parser, args.reasoning_parser, args.served_model_name) == ("hermes", "none", ("a", "b", "c"))
+
+
+def test_flags_that_steer_the_engine(serve: Run, served: list[Any]) -> None:
+    result = serve(
+        *("--kv-cache-metrics", "--chat-template-content-format", "openai", "--tool-call-parser", "glm45"),
+        *("--reasoning-parser", "auto", "--logits-processors", "one:A", "--logits-processors", "two.three:B"),
+    )
+    assert result.status == 0, result.stderr
+    ((args, _, _),) = served
+    assert (args.kv_cache_metrics, args.logits_processors) == (True, ("one:A", "two.three:B"))
+    assert args.chat_template_content_format == "openai"
+    assert (args.tool_parser, args.reasoning_parser) == ("glm45", "auto")
+
+
+def test_flags_of_the_engine_that_cannot_be(serve: Run, served: list[Any]) -> None:
+    for flags, flag in (
+        (("--logits-processors", "nothing"), "--logits-processors"),
+        (("--logits-processors", "a:b:c"), "--logits-processors"),
+        (("--chat-template-content-format", "xml"), "--chat-template-content-format"),
+        (("--kv-cache-metrics", "--disable-metrics"), "--kv-cache-metrics"),
+    ):
+        result = serve(*flags)
+        assert (result.status, served) == (2, [])
+        assert flag in result.stderr
 
 
 def test_environment_and_file(serve: Run, served: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

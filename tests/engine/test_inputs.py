@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.fakes import BOS_ID, byte_tokenizer
 from vkit.errors import InvalidRequest
 from vkit.inputs import InputProcessor, PromptOptions
+from vkit.media import ImageMedia
 from vkit.types import OutputKind, SamplingParams
+
+IMAGE = ImageMedia(np.zeros((4, 4, 3), np.uint8))
 
 
 def processor(**keywords: Any) -> InputProcessor:
@@ -76,7 +80,7 @@ def test_known_pitfall_12_one_bos() -> None:
         ({}, "expected exactly one of the keys"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "expected exactly one of the keys"),
         ({"prompt": "a", "promt": 1}, "expected exactly one of the keys"),
-        ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data: this model takes text only"),
+        ({"prompt": "a", "multi_modal_data": {"image": IMAGE}}, "image: this model takes text only"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt: expected a non-empty string"),
     ],
 )

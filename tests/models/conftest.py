@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 
 from vkit import kernels
 from vkit.cache.groups import CacheKind
+from vkit.cache.media import MediaCache
 from vkit.loaders import open_checkpoint
+from vkit.media import PlacedPrompt
 from vkit.models import CausalLM, build_model
 from vkit.runner import Runner
 from vkit.sequence import Plan, ScheduledSequence, Sequence
@@ -122,20 +124,31 @@ class Driver:
     free: list[int] = field(default_factory=list)
     step: int = 0
     finished: list[str] = field(default_factory=list)
+    media: MediaCache = field(default_factory=lambda: MediaCache(1 << 20, 1 << 20))
 
     def __post_init__(self) -> None:
         self.free = list(range(1, self.num_blocks))
         self.rng.shuffle(self.free)
 
-    def start(self, name: str, prompt: list[int]) -> Sequence:
-        groups = len(self.runner.store.groups)
-        params = SamplingParams(temperature=0.0)
-        return Sequence(name, list(prompt), len(prompt), params, 0.0, block_ids=[[] for _ in range(groups)])
+    def start(self, name: str, prompt: list[int] | PlacedPrompt) -> Sequence:
+        placed = prompt if isinstance(prompt, PlacedPrompt) else PlacedPrompt(list(prompt))
+        return Sequence(
+            name,
+            list(placed.token_ids),
+            len(placed.token_ids),
+            SamplingParams(temperature=0.0),
+            0.0,
+            media=placed.media,
+            rope_positions=placed.rope_positions,
+            position_delta=placed.position_delta,
+            block_ids=[[] for _ in range(len(self.runner.store.groups))],
+        )
 
     def share(self, sequence: Sequence, chunk: int, *, all_logits: bool = False) -> ScheduledSequence:
         """The next `chunk` tokens of a sequence, with blocks for them."""
         start = sequence.num_computed_tokens
-        count = min(chunk, sequence.num_tokens - start)
+        count = self.media.cap(sequence, start, min(chunk, sequence.num_tokens - start))
+        self.media.take(sequence, start, count)
         for group, block_ids in zip(self.runner.store.groups, sequence.block_ids, strict=True):
             if group.kind is CacheKind.SLIDING:
                 self._give_back(block_ids, max(0, start - group.window + 1) // self.options.block_size)
@@ -150,7 +163,8 @@ class Driver:
 
     def run(self, shares: list[ScheduledSequence]) -> list[torch.Tensor]:
         """One step; the logits of each share."""
-        plan = Plan(self.step, shares, self.finished)
+        plan = Plan(self.step, shares, self.finished, media=self.media.take_orders())
+        self.media.begin_pass()
         self.step, self.finished = self.step + 1, []
         logits = self.runner.forward(plan).clone()  # valid only until the step after next
         assert logits.dtype == torch.float32
@@ -160,6 +174,7 @@ class Driver:
         for block_ids in sequence.block_ids:
             self._give_back(block_ids, len(block_ids))
         self.finished.append(sequence.id)
+        self.media.give_back(sequence)
 
     def _give_back(self, block_ids: list[int], count: int) -> None:
         """Free the first blocks, poison what they held, and leave the null block in the table."""

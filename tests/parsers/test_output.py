@@ -163,10 +163,12 @@ def test_a_prompt_that_opened_the_block() -> None:
     assert not parser.has_reasoning_ended
     assert parser.push("because</think>{") == [ReasoningDelta("because"), ContentDelta("{")]
     assert parser.has_reasoning_ended
-    assert parsers.reasoning_marks(thinking) == ReasoningMarks("</think>")
+    assert parsers.reasoning_marks(thinking) == ReasoningMarks("</think>", repeated="<think>")
     assert parsers.reasoning_marks(context("none")) == ReasoningMarks("</think>", "<think>")
     assert parsers.reasoning_marks(context("none", "<|assistant|><think>\n\n</think>\n\n")) is None
     assert open_parsers("hermes").reasoning_marks(thinking) is None
+    late = ReasoningMarks("[/THINK]", "[THINK]", may_start_late=True)
+    assert open_parsers("hermes", "mistral").reasoning_marks(context("none")) == late
     assert parsers.starts_reasoning(thinking)
     assert not parsers.starts_reasoning(context("none", "<|assistant|><think>\n\n</think>\n\n"))
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence as SequenceABC
 from vkit.sequence import Sequence
 
 Extra = tuple[str | int | bytes, ...]
-"""What else determines a block's content, in a fixed order: for the first block, the cache salt."""
+"""What else determines a block's content, in a fixed order: digest and place of every media item whose rows it holds;
+for the first block, the cache salt."""
 
 HashFunction = Callable[[bytes, SequenceABC[int], Extra], bytes]
 """(hash of the block before, tokens of the block, extras) -> hash."""
@@ -67,8 +68,19 @@ class BlockHasher:
         size = self.block_size
         for index in range(len(hashes), len(sequence.token_ids) // size):
             parent = hashes[-1] if hashes else self.none_hash
-            extra: Extra = (sequence.cache_salt,) if index == 0 and sequence.cache_salt is not None else ()
+            extra: Extra = _media_in(sequence, index * size, size) if sequence.media else ()
+            if index == 0 and sequence.cache_salt is not None:
+                extra = (*extra, sequence.cache_salt)
             hashes.append(self._hash(parent, sequence.token_ids[index * size : (index + 1) * size], extra))
+
+
+def _media_in(sequence: Sequence, start: int, size: int) -> Extra:
+    """Digest of each item with rows among `size` tokens from `start` on, and where it begins, counted from there."""
+    found: list[int | bytes] = []
+    for placed in sequence.media:
+        if any(first < start + size and beyond > start for first, beyond in placed.spans):
+            found += [placed.item.digest, placed.start - start]
+    return tuple(found)
 
 
 def cbor_item(value: str | int | bytes) -> bytes:

@@ -13,6 +13,7 @@ from vkit.layers.decoder import (
     PreNormLayer,
     SandwichLayer,
     Stream,
+    with_media,
 )
 from vkit.layers.delta_net import CausalConv, DeltaShape, GatedDeltaNet, KimiDeltaAttention
 from vkit.layers.embedding import Embedding, LMHead, PositionEmbedding
@@ -22,7 +23,7 @@ from vkit.layers.mamba import Mamba2, MambaShape
 from vkit.layers.module import Module, Placement, TensorSlot
 from vkit.layers.moe import Experts, MoE, Router, Routing, SharedExpertMoE
 from vkit.layers.norm import LayerNorm, Norm, RMSNorm
-from vkit.layers.rotary import RopeSpec, RotaryEmbedding, yarn_mscale
+from vkit.layers.rotary import MultiAxisRotary, RopeSpec, RotaryEmbedding, yarn_mscale
 
 __all__ = [
     "ACTIVATIONS",
@@ -50,6 +51,7 @@ __all__ = [
     "Mixer",
     "MoE",
     "Module",
+    "MultiAxisRotary",
     "Norm",
     "ParallelLayer",
     "Placement",
@@ -66,5 +68,6 @@ __all__ = [
     "SharedExpertMoE",
     "Stream",
     "TensorSlot",
+    "with_media",
     "yarn_mscale",
 ]

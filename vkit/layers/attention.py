@@ -117,11 +117,11 @@ class Attention(CacheOwner):
             q_weight, k_weight = q_norm.weight, k_norm.weight
             if q_weight is not None and k_weight is not None:
                 eps, offset = q_norm.eps, q_norm.offset
-                table, is_interleaved = rotary.cos_sin, rotary.is_interleaved
-                kernels.qk_norm_rope(q, k, q_weight, k_weight, eps, offset, batch.positions, table, is_interleaved)
+                positions, table = rotary.angles(batch)
+                kernels.qk_norm_rope(q, k, q_weight, k_weight, eps, offset, positions, table, rotary.is_interleaved)
                 return q, k
         if isinstance(q_norm, RMSNorm | LayerNorm) and isinstance(k_norm, RMSNorm | LayerNorm):
             q, k = q_norm(q), k_norm(k)
         if rotary is not None:
-            kernels.rope(q, k, batch.positions, rotary.cos_sin, rotary.is_interleaved)
+            kernels.rope(q, k, *rotary.angles(batch), rotary.is_interleaved)
         return q, k

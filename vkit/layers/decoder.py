@@ -36,6 +36,12 @@ class Mixer(Protocol):
         """x (T, H) -> (T, H)."""
 
 
+def with_media(hidden: Tensor, batch: Batch) -> Tensor:
+    """The stream before the first block, with a tower's rows at their places."""
+    media = batch.media
+    return hidden if media is None else kernels.put_rows(hidden, media.rows, media.embeddings)
+
+
 class DecoderLayer(Module):
     """A block of the stack."""
 
@@ -163,11 +169,17 @@ class Decoder(Module):
         hidden = self.embed_tokens(batch.token_ids)
         if self.embed_positions is not None:
             hidden = kernels.add(hidden, self.embed_positions(batch.positions))
-        return hidden if self._embedding_multiplier == 1.0 else kernels.scale(hidden, self._embedding_multiplier)
+        if self._embedding_multiplier != 1.0:
+            hidden = kernels.scale(hidden, self._embedding_multiplier)
+        return with_media(hidden, batch)
 
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states (T, H) after the final norm."""
         hidden, residual = self.embed(batch), None
-        for layer in self.layers:
+        features = batch.media.features if batch.media is not None else ()
+        for index, layer in enumerate(self.layers):
             hidden, residual = layer(hidden, residual, batch)
+            if index < len(features):
+                assert batch.media is not None
+                hidden = kernels.add_rows(hidden, batch.media.rows, features[index])
         return self.norm.add(hidden, residual)[0]

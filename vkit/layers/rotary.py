@@ -8,14 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from vkit import kernels
 from vkit.errors import ModelLoadError
 from vkit.layers.module import Module, Placement
 from vkit.quantization import Weight
+
+if TYPE_CHECKING:
+    from vkit.batch import Batch
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "frequency_divisors")
 
@@ -58,6 +62,54 @@ class RotaryEmbedding(Module):
         if not self._is_built:
             self.cos_sin = cos_sin_table(self.spec).to(placement.device)
             self._is_built = True
+
+    def angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Positions (T,) and the table they point into."""
+        return batch.positions, self.cos_sin
+
+
+class MultiAxisRotary(RotaryEmbedding):
+    """A rope whose pairs turn by the position in time, in rows or in columns of a picture; in text these are equal.
+
+    Source: Wang et al. 2024, Qwen2-VL, section 2.1; the interleaved order: Qwen Team 2025, Qwen3-VL.
+    """
+
+    def __init__(self, spec: RopeSpec, sections: Sequence[int], *, is_interleaved: bool) -> None:
+        """`sections`: pairs that follow each of the three axes. Interleaved: every third pair, else one after another.
+
+        Raises:
+            ModelLoadError: sections that are not three parts of all pairs.
+        """
+        super().__init__(spec)
+        counts = [value if type(value) is int else -1 for value in sections]
+        if len(counts) != 3 or min(counts) < 0 or sum(counts) != spec.width // 2:
+            raise ModelLoadError(
+                f"config.json: mrope_section must list three parts of {spec.width // 2}, got {sections}"
+            )
+        if is_interleaved:
+            axes = [0] * sum(counts)
+            for axis in (1, 2):
+                axes[axis : 3 * counts[axis] : 3] = [axis] * len(axes[axis : 3 * counts[axis] : 3])
+        else:
+            axes = [axis for axis, count in enumerate(counts) for _ in range(count)]
+        self._pair_axes = axes
+        self._axes: Tensor
+
+    def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
+        """Build the table."""
+        super().set_tensors(tensors, placement)
+        self._axes = torch.tensor(self._pair_axes, device=placement.device)
+
+    def angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Positions (T,) and the table they point into."""
+        if batch.axis_positions is None:
+            return batch.positions, self.cos_sin
+        found = batch.memo.get(self)
+        if found is None:
+            table = kernels.axis_table(self.cos_sin, batch.axis_positions, self._axes)
+            found = batch.memo[self] = torch.arange(len(table), device=table.device), table
+        pair: tuple[Tensor, Tensor] = found  # type: ignore[assignment]
+        return pair
 
 
 def cos_sin_table(spec: RopeSpec) -> Tensor:

@@ -54,6 +54,8 @@ class Checkpoint(ABC):
     """Hugging Face config.json keys."""
     generation_config: dict[str, Any]
     """generation_config.json; empty when there is none."""
+    quantization: str | None
+    """What the weights are stored as: the declared scheme of a directory, "gguf", or None for plain weights."""
     gguf_metadata: Mapping[str, Any] | None
     """Every key of a GGUF file, decoded on first access; None for directories."""
 

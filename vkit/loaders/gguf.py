@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from vkit.loaders.gguf_config import MetadataReader
 from vkit.loaders.gguf_header import GGUFHeader, TensorEntry, read_header
 from vkit.loaders.names import TensorName
 from vkit.loaders.storage import Storage, open_storage
+from vkit.loaders.tensors import TensorFiles
 from vkit.loaders.transforms import Part, Transform
 from vkit.quantization import BlockWeight, QuantizedTensor
 
@@ -76,6 +78,7 @@ class GGUFCheckpoint(Checkpoint):
         part = _PART_NAME.fullmatch(path.name)
         self.name = part[1] if part else path.name.removesuffix(".gguf")
         self.generation_config: dict[str, Any] = {}
+        self.quantization = "gguf"
         architecture_name, architecture = _architecture(path, header)
         entries = {name: placed.entry for name, placed in self._placed.items()}
         reader = MetadataReader(path, architecture_name, header.metadata, entries, self._vector)
@@ -323,3 +326,73 @@ def _check_split(paths: list[Path], headers: list[GGUFHeader]) -> None:
     total, found = headers[0].metadata.get("split.tensors.count"), sum(len(header.tensors) for header in headers)
     if is_split_by_name and total != found:
         raise CheckpointError(f"{paths[0]}: split.tensors.count is {total!r:.80}, but the parts hold {found} tensors")
+
+
+ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
+"""Prefix of metadata keys with the true row-major shape of a tensor that was only re-blocked to whole blocks."""
+
+
+class GGUFTensors(TensorFiles):
+    """Tensors of a GGUF file under the names it has, whatever architecture it claims."""
+
+    format: Literal["safetensors", "gguf"] = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_sharded = False
+        self._storages, header, self._placed = _open_parts(path, use_mmap=True)
+        self.metadata: Mapping[str, Any] = header.metadata
+        self._shapes = {name: self._true_shape(name) for name in self._placed}
+
+    def names(self) -> set[str]:
+        """All tensors."""
+        return set(self._placed)
+
+    def info(self, name: str) -> TensorInfo:
+        """True shape, type and size; a tensor that had to be re-blocked counts as float32."""
+        entry = self._entry(name).entry
+        is_packed = _stays_packed(entry) and self._shapes[name] == entry.shape
+        dtype = None if is_packed else PLAIN_DTYPES.get(entry.block.name, torch.float32)
+        return TensorInfo(name, self._shapes[name], dtype, entry.block.name if is_packed else None, entry.num_bytes)
+
+    def load(self, name: str, shape: Sequence[int] | None = None) -> BlockWeight:
+        """The tensor in its true shape, or in `shape`."""
+        placed = self._entry(name)
+        wanted = self._shapes[name] if shape is None else tuple(shape)
+        if math.prod(wanted) != math.prod(placed.entry.shape):
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is {list(placed.entry.shape)}, expected {list(wanted)}"
+            )
+        weight = _read(placed)
+        if tuple(weight.shape) == wanted:
+            return weight
+        return (weight.dequantize() if isinstance(weight, QuantizedTensor) else weight).reshape(wanted)
+
+    def release(self, name: str) -> None:
+        """Drop the tensor's pages."""
+        placed = self._entry(name)
+        placed.storage.release_pages(placed.entry.offset, placed.entry.num_bytes)
+
+    def close(self) -> None:
+        """End loading."""
+        for storage in self._storages:
+            storage.close()
+
+    def _entry(self, name: str) -> _Placed:
+        placed = self._placed.get(name)
+        if placed is None:
+            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
+        return placed
+
+    def _true_shape(self, name: str) -> tuple[int, ...]:
+        stored = self._placed[name].entry.shape
+        key = ORIGINAL_SHAPE + name
+        if key not in self.metadata:
+            return stored
+        try:
+            shape = tuple(int(side) for side in self.metadata[key])
+        except (TypeError, ValueError):
+            shape = ()
+        if math.prod(shape) != math.prod(stored) or not shape or min(shape) < 1:
+            raise CheckpointError(f"{self.path}: {key} is {list(shape)}, but the tensor holds {list(stored)}")
+        return shape

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -19,6 +21,7 @@ import torch
 from vkit.errors import CheckpointError, ModelLoadError
 from vkit.loaders.checkpoint import Checkpoint, TensorInfo, some_names
 from vkit.loaders.storage import Storage, open_storage
+from vkit.loaders.tensors import TensorFiles
 from vkit.quantization import Weight
 from vkit.quantization.scheme import Declaration, LayerFormat, LayerHeader, Scheme, StoredTensor, is_usually_plain
 from vkit.quantization.schemes import SCHEMES
@@ -100,6 +103,7 @@ class SafetensorsCheckpoint(Checkpoint):
         generation = path / "generation_config.json"
         self.generation_config = _read_object(generation) if generation.exists() else {}
         scheme = _declared_scheme(path, self.config)
+        self.quantization = None if scheme is None else scheme.name
         self._storages: list[Storage] = []
         self._entries: dict[str, _Entry] = {}
         for shard in self._shards():
@@ -375,3 +379,76 @@ def _check_extents(storage: Storage, start: int, entries: dict[str, _Entry]) -> 
         position += entry.num_bytes
     if position != storage.size:
         raise CheckpointError(f"{storage.path}: the file has {storage.size} bytes, its tensors end at byte {position}")
+
+
+def read_shards(index: Path) -> list[Path]:
+    """The files that an index names, all there.
+
+    Raises:
+        CheckpointError: the index is damaged, or a file is missing.
+    """
+    shards = [index.parent / name for name in sorted(set(_read_weight_map(index).values()))]
+    missing = {shard.name for shard in shards if not shard.is_file()}
+    if missing:
+        raise CheckpointError(f"{index.parent}: shards that {index.name} names are missing: {some_names(missing)}")
+    return shards
+
+
+class SafetensorsTensors(TensorFiles):
+    """Tensors of safetensors files as they are stored."""
+
+    format: Literal["safetensors", "gguf"] = "safetensors"
+
+    def __init__(self, path: Path, files: list[Path], index: Path | None) -> None:
+        self.path = path
+        self.is_sharded = index is not None
+        self.metadata: Mapping[str, Any] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._storages = [open_storage(file) for file in files]
+        for storage in self._storages:
+            for name, entry in _read_header(storage).items():
+                if name in self._entries:
+                    other = self._entries[name].storage.path.name
+                    raise CheckpointError(f"{storage.path}: tensor {name!r} is also in {other}")
+                self._entries[name] = entry
+        if index is not None:
+            missing = set(_read_weight_map(index)) - self._entries.keys()
+            if missing:
+                raise CheckpointError(f"{path}: tensors that {index.name} names are missing: {some_names(missing)}")
+
+    def names(self) -> set[str]:
+        """All tensors."""
+        return set(self._entries)
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, type and size."""
+        entry = self._entry(name)
+        return TensorInfo(name, entry.shape, entry.dtype, None, entry.num_bytes)
+
+    def load(self, name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """The tensor, a view of the mapping."""
+        entry = self._entry(name)
+        data = entry.storage.tensor(entry.offset, entry.num_bytes)
+        aligned = data if data.data_ptr() % entry.dtype.itemsize == 0 else data.clone()
+        tensor = aligned.view(entry.dtype).reshape(entry.shape)
+        if shape is None or tuple(shape) == entry.shape:
+            return tensor
+        if tensor.numel() != math.prod(shape):
+            raise CheckpointError(f"{self.path}: tensor {name!r} is {list(entry.shape)}, expected {list(shape)}")
+        return tensor.reshape(*shape)
+
+    def release(self, name: str) -> None:
+        """Drop the tensor's pages."""
+        entry = self._entry(name)
+        entry.storage.release_pages(entry.offset, entry.num_bytes)
+
+    def close(self) -> None:
+        """End loading."""
+        for storage in self._storages:
+            storage.close()
+
+    def _entry(self, name: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
+        return entry

@@ -10,7 +10,7 @@ import importlib
 from importlib.metadata import entry_points
 
 from vkit.errors import ModelLoadError
-from vkit.models.base import CausalLM, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
+from vkit.models.base import CausalLM, MediaContext, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
 from vkit.models.hf_config import HFConfig
 from vkit.models.loading import check_tensors, load_weights
 
@@ -50,6 +50,7 @@ BUILTIN_MODELS: dict[str, str] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5",
@@ -66,6 +67,9 @@ KNOWN_BUT_REFUSED: dict[str, str] = {
     "MiniMaxM2ForCausalLM": "it is too large to be checked here",
 }
 """Architectures that people will bring and that nothing here computes -> why."""
+
+SPEECH_MODELS = ("ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT")
+"""Architectures that hear instead of read (see vkit.speech)."""
 
 _registered: dict[str, ModelClass] = {}
 
@@ -96,6 +100,11 @@ def model_class(architecture: str) -> ModelClass:
     for point in entry_points(group=ENTRY_POINT_GROUP, name=architecture):
         plugged: ModelClass = point.load()
         return plugged
+    if architecture in SPEECH_MODELS:
+        raise ModelLoadError(
+            f"architecture {architecture!r} is a speech model, which reads no text",
+            remedy="use vkit transcribe, or vkit serve and /v1/audio/transcriptions",
+        )
     if architecture in KNOWN_BUT_REFUSED:
         reason = KNOWN_BUT_REFUSED[architecture]
         raise ModelLoadError(f"architecture {architecture!r} is known but not computed: {reason}")
@@ -129,8 +138,10 @@ __all__ = [
     "BUILTIN_MODELS",
     "ENTRY_POINT_GROUP",
     "KNOWN_BUT_REFUSED",
+    "SPEECH_MODELS",
     "CausalLM",
     "HFConfig",
+    "MediaContext",
     "build_model",
     "check_tensors",
     "create_model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from vkit import kernels
 from vkit.batch import Batch
 from vkit.cache.groups import LayerCacheSpec
 from vkit.layers import CacheOwner, LMHead, Module
+from vkit.media import MediaInput, MediaProcessor
 from vkit.models.hf_config import HFConfig
 from vkit.quantization import Weight
 
@@ -107,12 +109,49 @@ class CausalLM(Module):
         """Hidden states (T, H) after the final norm."""
         return self.model(batch)
 
+    def media_processor(self, context: MediaContext) -> MediaProcessor | None:
+        """How media are prepared for this model; None if it takes text only."""
+        return None
+
+    @property
+    def keeps_media_whole(self) -> bool:
+        """Whether the tokens of one item see each other, so that one step has to compute them all."""
+        return False
+
+    def encode_media(self, item: MediaInput) -> EncodedMedia:
+        """What the tower makes of an item that `media_processor` prepared."""
+        raise ValueError(f"{type(self).__name__} has no tower for {item.kind}")
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (R, H) -> logits (R, V) float32."""
         logits = self.lm_head(hidden).float()
         if self._logits_multiplier != 1.0:
             logits = kernels.scale(logits, self._logits_multiplier)
         return logits if self._logits_cap is None else kernels.soft_cap(logits, self._logits_cap)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedMedia:
+    """What a tower made of one item."""
+
+    embeddings: Tensor
+    """(n, H): one row per prompt token that stands for the item."""
+    features: tuple[Tensor, ...] = ()
+    """(n, H) each: added to the stream after the first blocks, one per block."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaContext:
+    """What a model's way with media depends on beside its configuration."""
+
+    image_config: Mapping[str, Any]
+    """preprocessor_config.json, empty where there is none."""
+    video_config: Mapping[str, Any]
+    """video_preprocessor_config.json, or the one for images."""
+    token_text: Callable[[int], str]
+    """The text of a special token."""
+    encode: Callable[[str], list[int]]
+    """Token ids of plain text, nothing added."""
 
 
 ModelClass = Callable[[HFConfig, ModelConfig], CausalLM]

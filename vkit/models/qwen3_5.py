@@ -1,6 +1,5 @@
-"""Qwen3.5 and 3.6, text: three layers of gated delta net, then one of gated attention; the larger ones with experts.
+"""Qwen3.5 and 3.6: three layers of gated delta net, then one of gated attention; the larger ones with experts.
 
-Checkpoints with a vision tower answer text requests; the tower's tensors are left in the file.
 Source: Qwen Team 2025, Qwen3-Next; Yang et al. 2024, Gated Delta Networks.
 """
 
@@ -31,6 +30,7 @@ from vkit.layers import (
 from vkit.models.base import ModelConfig
 from vkit.models.hf_config import HFConfig
 from vkit.models.llama import LlamaForCausalLM
+from vkit.models.qwen_vision import WithQwenTower
 
 
 class GatedAttention(Attention):
@@ -141,15 +141,15 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
         )
 
 
-class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """The dense model beside a vision tower, for text."""
+class Qwen3_5ForConditionalGeneration(WithQwenTower, Qwen3_5ForCausalLM):
+    """The dense model beside a vision tower."""
 
+    default_sections = (11, 11, 10)
     decoder_name = "model.language_model"
-    ignored_tensors = (r"model\.visual\..*",)
 
 
-class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """The model with experts beside a vision tower, for text."""
+class Qwen3_5MoeForConditionalGeneration(WithQwenTower, Qwen3_5MoeForCausalLM):
+    """The model with experts beside a vision tower."""
 
+    default_sections = (11, 11, 10)
     decoder_name = "model.language_model"
-    ignored_tensors = (r"model\.visual\..*",)

@@ -199,7 +199,11 @@ class OutputParsers:
         reasoning = self._opened_reasoning(context)
         if reasoning is None or reasoning.has_ended or not reasoning.end:
             return None
-        return ReasoningMarks(reasoning.end, reasoning.start if reasoning.is_undecided else None)
+        if reasoning.is_undecided:
+            return ReasoningMarks(
+                reasoning.end, reasoning.start, may_start_late=getattr(reasoning, "may_start_late", False)
+            )
+        return ReasoningMarks(reasoning.end, repeated=reasoning.start or None)
 
     def forced_constraint(self, context: ReplyContext) -> StructuredOutputs | None:
         """What the output must be for a forced choice to hold, after the thoughts; None: the choice forces nothing.

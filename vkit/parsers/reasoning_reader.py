@@ -40,6 +40,8 @@ class ReasoningParser(Protocol):
     """A chat template that holds this string gets this parser under `auto`; None: it must be named."""
     marker_order: ClassVar[int]
     """Which marker is looked for first: the smallest."""
+    may_start_late: ClassVar[bool]
+    """Whether thoughts may follow a part of the answer."""
 
     def __init__(self, opening: Opening = Opening.UNKNOWN, variables: Mapping[str, Any] | None = None) -> None: ...
 
@@ -71,6 +73,7 @@ class ReasoningReader(Reader[ReasoningEvent]):
     marker_order: ClassVar[int] = 1000
     needs_start: ClassVar[bool] = False
     """Whether a text without a start mark is answer."""
+    may_start_late: ClassVar[bool] = False
 
     def __init__(self, opening: Opening = Opening.UNKNOWN, variables: Mapping[str, Any] | None = None) -> None:
         super().__init__()

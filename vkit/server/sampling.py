@@ -192,6 +192,8 @@ def build_params(
             values[name] = value
     if body.logit_bias is not None:
         values["logit_bias"] = logit_bias(body.logit_bias)
+    if body.vllm_xargs is not None:
+        values["extra_args"] = body.vllm_xargs
     if body.repetition_detection is not None:
         values["repetition_detection"] = repetition_detection(body)
     return finish_params(values, body.min_tokens, wanted, room, tokenizer)

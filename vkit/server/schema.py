@@ -113,7 +113,6 @@ class SamplingBody(Struct, kw_only=True):
 NO_EFFECT_FIELDS = (
     "kv_transfer_params",
     "ec_transfer_params",
-    "vllm_xargs",
     "metadata",
     "service_tier",
     "safety_identifier",

@@ -8,7 +8,6 @@ from vkit.async_engine import AsyncLLM
 from vkit.config import EngineArgs
 from vkit.errors import ExitStatus
 from vkit.loading import check_model
-from vkit.parsers.output import open_parsers
 from vkit.server.engine_protocol import Engine
 from vkit.server.lifecycle import NetworkSettings, Service, open_socket
 from vkit.server.settings import ServerSettings
@@ -23,15 +22,8 @@ def serve_model(args: EngineArgs, settings: ServerSettings, network: NetworkSett
         ModelLoadError: a fault of the checkpoint, found before any port opens.
     """
     checked = check_model(args)
-    template = checked.chat_template
-    parsers = open_parsers(
-        settings.tool_call_parser,
-        settings.reasoning_parser,
-        chat_template=template.source if template is not None else None,
-        text_of=lambda token_ids: checked.tokenizer.decode(token_ids, skip_special_tokens=False),
-    )
     state = ServerState(settings, max_model_len=checked.config.max_model_len)
-    state.parsers = parsers
+    state.parsers = checked.parsers
 
     async def load() -> Engine:
         return await asyncio.to_thread(lambda: AsyncLLM.from_loaded(checked.load()))

@@ -81,8 +81,6 @@ class ServerSettings:
     """Replaces the checkpoint's generation_config.json; None takes the checkpoint's."""
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     scheduling_policy: str = "fcfs"
-    tool_call_parser: str = "hermes"
-    reasoning_parser: str = "none"
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort_map: Mapping[str, Any] = field(default_factory=dict)
     """What the template is told in place of a reasoning effort."""

@@ -87,6 +87,8 @@ class _Metadata:
 
     @cached_property
     def merges(self) -> list[str]:
+        if _PREFIX + "merges" not in self.values and all(len(self.tokens[i]) <= 1 for i in self.ids_of(NORMAL)):
+            return []  # single characters only: nothing to merge, and writers leave empty lists out
         return self._array("merges")
 
     def ids_of(self, *types: int) -> list[int]:

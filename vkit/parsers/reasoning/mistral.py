@@ -17,6 +17,7 @@ class Mistral(ReasoningReader):
     marker = "[THINK]"
     marker_order = 10
     needs_start = True
+    may_start_late = True
 
     def read(self) -> Steps[None]:
         """Answer, thoughts, answer."""

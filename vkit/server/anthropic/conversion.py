@@ -23,7 +23,7 @@ EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 _ROLES = ("user", "assistant", "system")
 _DROPPED_BLOCKS = frozenset({"redacted_thinking", "tool_reference"})
-_PLAIN_FIELDS = ("temperature", "top_p", "top_k", "stream", "cache_salt")
+_PLAIN_FIELDS = ("temperature", "top_p", "top_k", "stream", "cache_salt", "vllm_xargs")
 
 
 def chat_body(call: Call, body: CountTokensBody) -> ChatBody:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from litestar.response.base import Response
@@ -24,7 +24,15 @@ from vkit.server.lowlevel.schemas import (
 )
 from vkit.server.openai.logprobs import LogprobWriter, floored, prompt_logprobs
 from vkit.server.openai.schemas import ChatMessage, ChatTokenLogprob, FunctionCall, ToolCallReply
-from vkit.server.openai.shared import effective_priority, now, timings_of, usage_of, with_load_header
+from vkit.server.openai.shared import (
+    check_thinking_budget,
+    effective_priority,
+    now,
+    timings_of,
+    usage_of,
+    with_load_header,
+    with_thinking_marks,
+)
 from vkit.server.parsing import ReplyContext
 from vkit.server.problems import bad_request
 from vkit.server.prompts import check_token_ids
@@ -42,7 +50,7 @@ from vkit.server.sampling import (
 from vkit.server.schema import SamplingBody
 from vkit.server.stream import data_frame, ending_with_done
 from vkit.server.structured import Asked, after_reasoning, check_enforceable, from_body
-from vkit.types import FinishReason, PositionLogprobs
+from vkit.types import FinishReason, PositionLogprobs, SamplingParams
 
 OUTPUT_MODES = ("tokens", "text", "derender")
 ID_PREFIXES = ("", "cmpl-", "chatcmpl-", "generate-tokens-", "msg_", "resp_", "generative-scoring-")
@@ -102,6 +110,8 @@ async def _prepare(call: Call, body: GenerateBody) -> Prepared:
     check_token_ids(body.token_ids, engine.tokenizer.vocab_size, "token_ids")
     room = room_for(len(body.token_ids), engine.max_model_len, "token_ids")
     params = _params(call, body.sampling_params, room)
+    if params.thinking_token_budget is not None:
+        params = _with_budget(call, body, params)
     constraint = from_body(body.sampling_params.structured_outputs)
     if constraint is not None:
         asked = Asked(constraint, "structured_outputs")
@@ -128,10 +138,20 @@ def _refuse_unsupported(call: Call, body: GenerateBody, mode: str) -> None:
     for name in ("features", "content_parts"):
         if getattr(body, name):
             raise bad_request(f"{name}: this model takes no media", name)
-    if body.sampling_params.thinking_token_budget is not None and not call.state.parsers.parses_reasoning:
-        raise bad_request(
-            "thinking_token_budget: needs a server with --reasoning-parser", "sampling_params.thinking_token_budget"
-        )
+    check_thinking_budget(
+        call, body.sampling_params.thinking_token_budget, field="sampling_params.thinking_token_budget"
+    )
+
+
+def _with_budget(call: Call, body: GenerateBody, params: SamplingParams) -> SamplingParams:
+    """The parameters with the marks to count between: those of the rendered request, as far as it says."""
+    if body.reasoning_ended:
+        return params.with_(thinking_token_budget=None)
+    context = _context_of(body)
+    if not context.prompt_text:
+        text = call.state.engine.tokenizer.decode(body.token_ids, skip_special_tokens=False)
+        context = replace(context, prompt_text=text)
+    return with_thinking_marks(call, params, context)
 
 
 def _params(call: Call, body: SamplingParamsBody, room: int) -> Any:

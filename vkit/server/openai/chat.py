@@ -32,14 +32,15 @@ from vkit.server.openai.schemas import (
 )
 from vkit.server.openai.shared import (
     check_stream_options,
+    check_thinking_budget,
     effective_priority,
     note_no_effect,
     now,
-    refuse_thinking_budget,
     timings_of,
     usage_of,
     wants_usage,
     with_load_header,
+    with_thinking_marks,
 )
 from vkit.server.openai.tools import ToolUse, chat_tool_use
 from vkit.server.parsing import ContentDelta, ReasoningDelta, ReplyContext, ReplyEvent, ReplyParser, ToolCallDelta
@@ -156,7 +157,7 @@ async def prepare(
     engine = state.engine
     check_common(body, call.settings)
     check_stream_options(body)
-    refuse_thinking_budget(call, body)
+    check_thinking_budget(call, body.thinking_token_budget)
     _check_flags(call, body)
     n, best_of = check_n(body, call.settings)
     note_no_effect(call, body)
@@ -177,6 +178,7 @@ async def prepare(
     context = ReplyContext(
         text, token_ids, tool_use.tools, tool_use.choice, tool_use.name, tool_use.parallel, chat.variables
     )
+    params = with_thinking_marks(call, params, context)
     asked = of_reply(call, asked, context)
     if asked is not None:
         if body.use_beam_search:
@@ -207,7 +209,11 @@ def _check_flags(call: Call, body: ChatBody) -> None:
     if body.stream and body.prompt_logprobs not in (None, 0):
         raise bad_request("prompt_logprobs: not available with stream: true", "prompt_logprobs")
     if body.use_beam_search:
-        for name, clash in (("stream", body.stream), ("logprob_token_ids", body.logprob_token_ids)):
+        for name, clash in (
+            ("stream", body.stream),
+            ("logprob_token_ids", body.logprob_token_ids),
+            ("thinking_token_budget", body.thinking_token_budget is not None),
+        ):
             if clash:
                 raise bad_request(f"use_beam_search: cannot be combined with {name}", "use_beam_search")
     elif body.length_penalty is not None:

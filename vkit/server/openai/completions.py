@@ -24,15 +24,17 @@ from vkit.server.openai.schemas import (
 )
 from vkit.server.openai.shared import (
     check_stream_options,
+    check_thinking_budget,
     effective_priority,
     note_no_effect,
     now,
-    refuse_thinking_budget,
     timings_of,
     usage_of,
     wants_usage,
     with_load_header,
+    with_thinking_marks,
 )
+from vkit.server.parsing import ReplyContext
 from vkit.server.problems import bad_request
 from vkit.server.prompts import check_token_ids, encode
 from vkit.server.sampling import (
@@ -121,7 +123,7 @@ async def prepare(call: Call, body: CompletionBody) -> Prepared:
     model = state.served_name(body.model)
     check_common(body, call.settings)
     check_stream_options(body)
-    refuse_thinking_budget(call, body)
+    check_thinking_budget(call, body.thinking_token_budget)
     _refuse_unsupported(body)
     n, best_of = check_n(body, call.settings)
     note_no_effect(call, body)
@@ -143,6 +145,9 @@ async def prepare(call: Call, body: CompletionBody) -> Prepared:
         token_ids = truncate_prompt(token_ids, body, engine.max_model_len)
         room = room_for(len(token_ids), engine.max_model_len, "prompt")
         params = build_params(body, wanted, state.defaults.values, room, engine.tokenizer)
+        if params.thinking_token_budget is not None:
+            seen = engine.tokenizer.decode(token_ids, skip_special_tokens=False) if text is None else text
+            params = with_thinking_marks(call, params, ReplyContext(seen, token_ids))
         prompts.append(EnginePrompt(token_ids, text, params))
         if body.echo:
             echoes.append(engine.tokenizer.decode(token_ids, skip_special_tokens=False) if text is None else text)
@@ -164,6 +169,7 @@ def _refuse_unsupported(body: CompletionBody) -> None:
             ("stream", body.stream),
             ("logprob_token_ids", body.logprob_token_ids),
             ("echo", body.echo),
+            ("thinking_token_budget", body.thinking_token_budget is not None),
         ):
             if clash:
                 raise bad_request(f"use_beam_search: cannot be combined with {name}", "use_beam_search")

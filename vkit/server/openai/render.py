@@ -17,7 +17,7 @@ _RENDERED_FIELDS = (
     *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
     *("logprob_token_ids", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
     *("include_stop_str_in_output", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
-    *("thinking_token_budget", "repetition_detection"),
+    "repetition_detection",
 )
 _DEFAULT = SamplingParams()
 
@@ -29,6 +29,14 @@ def params_as_json(params: SamplingParams) -> dict[str, Any]:
         value = getattr(params, name)
         if name == "max_tokens" or value != getattr(_DEFAULT, name):
             values[name] = _plain(value)
+    return values
+
+
+def _sampling_params(params: SamplingParams, body: ChoiceBody) -> dict[str, Any]:
+    values = params_as_json(params)
+    if body.thinking_token_budget is not None:
+        # Where it begins, and whether there is anything to count, is for generate to find out again.
+        values["thinking_token_budget"] = body.thinking_token_budget
     return values
 
 
@@ -71,7 +79,7 @@ def rendered(
         token_ids=prompt.token_ids,
         token_offsets=offsets,
         prompt_text=prompt.text,
-        sampling_params=params_as_json(prompt.params),
+        sampling_params=_sampling_params(prompt.params, body),
         stream=bool(body.stream),
         stream_options=body.stream_options,
         cache_salt=body.cache_salt,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from vkit.server.call import Call
 from vkit.server.inference import Run
+from vkit.server.parsing import ReplyContext
 from vkit.server.problems import bad_request
 from vkit.server.schema import (
     NO_EFFECT_FIELDS,
@@ -17,7 +18,7 @@ from vkit.server.schema import (
     SamplingBody,
     Usage,
 )
-from vkit.types import RequestMetrics
+from vkit.types import RequestMetrics, SamplingParams
 
 MS = 1000.0
 
@@ -27,16 +28,30 @@ def note_no_effect(call: Call, body: SamplingBody, *, echoed: Sequence[str] = ()
     for name in NO_EFFECT_FIELDS:
         if name not in echoed and getattr(body, name) is not None:
             call.ignored.append(name)
+    if body.vllm_xargs is not None and not call.state.engine.settings.get("logits_processors"):
+        call.ignored.append("vllm_xargs")
 
 
-def refuse_thinking_budget(call: Call, body: SamplingBody) -> None:
+def check_thinking_budget(call: Call, budget: int | None, *, field: str = "thinking_token_budget") -> None:
     """Refuse a budget that nothing could count.
 
     Raises:
         Problem: 400.
     """
-    if body.thinking_token_budget is not None and not call.state.parsers.parses_reasoning:
-        raise bad_request("thinking_token_budget: needs a server with --reasoning-parser", "thinking_token_budget")
+    if budget is not None and not call.state.parsers.parses_reasoning:
+        raise bad_request(
+            "thinking_token_budget: needs a reasoning parser; start the server with --reasoning-parser", field
+        )
+
+
+def with_thinking_marks(call: Call, params: SamplingParams, context: ReplyContext) -> SamplingParams:
+    """The parameters, told between which texts to count; without a budget where there are no thoughts to come."""
+    if params.thinking_token_budget is None:
+        return params
+    marks = call.state.parsers.reasoning_marks(context)
+    return params.with_(
+        reasoning_marks=marks, thinking_token_budget=None if marks is None else params.thinking_token_budget
+    )
 
 
 def check_stream_options(body: ChoiceBody) -> None:

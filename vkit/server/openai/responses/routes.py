@@ -30,7 +30,7 @@ KNOWN_INCLUDES = frozenset(
     }
 )
 NO_EFFECT_FIELDS = (
-    *("prompt_cache_retention", "client_metadata", "context_management", "vllm_xargs", "kv_transfer_params"),
+    *("prompt_cache_retention", "client_metadata", "context_management", "kv_transfer_params"),
     *("ec_transfer_params", "watermarking", "return_token_ids"),
 )
 MAX_METADATA_PAIRS = 16
@@ -41,7 +41,7 @@ MAX_LIST = 100
 _NOT_COPIED = frozenset(
     {
         *("model", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "watermarking", "user"),
-        *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "request_id", "session_id", "return_token_ids"),
+        *("kv_transfer_params", "ec_transfer_params", "request_id", "session_id", "return_token_ids"),
         "stream",
     }
 )

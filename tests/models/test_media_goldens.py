@@ -1,0 +1,165 @@
+"""Models with towers against recorded rows, positions, logits and greedy continuations, through the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vkit import kernels
+from vkit.cache.media import MediaCache
+from vkit.media import MediaInput, MediaKind, PlacedPrompt
+from vkit.media.placing import grid_positions, place_media
+
+QWEN = ["qwen3_vl", "qwen3_5", "qwen3_5_moe"]
+PADS: dict[MediaKind, int] = {"image": 250, "video": 251, "audio": 249}
+TOLERANCE = 5e-4
+BACKENDS = ["reference", *(backend.name for backend in kernels.backends("cpu"))]
+
+
+def media_input(kind: MediaKind, features: torch.Tensor, grid: tuple[int, int, int], num_rows: int) -> MediaInput:
+    array = features.numpy().astype(np.float32)
+    return MediaInput(kind, array.tobytes()[:64], array, grid, num_rows, (PADS[kind],) * num_rows, PADS[kind])
+
+
+def grid_inputs(golden: Any) -> list[MediaInput]:
+    """The image and the video of a golden whose grids merge two by two."""
+    found = []
+    kinds: tuple[tuple[MediaKind, str], ...] = (("image", "pixel_values"), ("video", "pixel_values_videos"))
+    for kind, name in kinds:
+        if name in golden.tensors:
+            (grid,) = golden.tensors[f"{kind}_grid_thw"].tolist()
+            found.append(media_input(kind, golden.tensors[name], tuple(grid), int(np.prod(grid)) // 4))
+    return found
+
+
+def qwen_prompt(golden: Any) -> PlacedPrompt:
+    ids, placed = place_media(golden.tensors["mm_input_ids"].tolist(), grid_inputs(golden), PADS)
+    positions, delta = grid_positions(len(ids), placed, 2)
+    np.testing.assert_array_equal(positions, golden.tensors["mm_positions"].numpy())
+    assert delta == golden.tensors["mm_rope_delta"].item()
+    return PlacedPrompt(ids, placed, positions, delta)
+
+
+def continuations(driver: Any, prompts: dict[str, Any], chunk: int, steps: int = 16) -> dict[str, Any]:
+    """Prompts admitted one step apart, so that prefill and decode mix; prompt logits and continuations by name."""
+    sequences = {name: driver.start(name, prompt) for name, prompt in prompts.items()}
+    logits: dict[str, list[torch.Tensor]] = {name: [] for name in prompts}
+    active: list[Any] = []
+    waiting = list(sequences.values())
+    while waiting or active:
+        if waiting:
+            active.append(waiting.pop(0))
+        driver.rng.shuffle(active)
+        shares = [driver.share(sequence, chunk, all_logits=True) for sequence in active]
+        shares = [share for share in shares if share.num_tokens]
+        for share, rows in zip(shares, driver.run(shares), strict=True):
+            sequence = share.sequence
+            if sequence.num_output_tokens == 0:
+                logits[sequence.id].append(rows)
+            if share.samples:
+                sequence.token_ids.append(int(rows[-1].argmax()))
+            if sequence.num_output_tokens == steps:
+                active.remove(sequence)
+                driver.finish(sequence)
+    return {
+        name: (torch.cat(logits[name]), sequence.token_ids[sequence.num_prompt_tokens :])
+        for name, sequence in sequences.items()
+    }
+
+
+def check(results: dict[str, Any], golden: Any, names: dict[str, str]) -> None:
+    """`names`: the key of each result and the prefix of its golden tensors."""
+    for key, (prefix, suffix) in names.items():
+        logits, tokens = results[key]
+        torch.testing.assert_close(logits, golden.tensors[f"{prefix}logits{suffix}"], atol=TOLERANCE, rtol=0)
+        assert tokens == golden.tensors[f"{prefix}greedy{suffix}"].tolist()
+
+
+MIXED = {"a": ("", ""), "mm": ("mm_", ""), "b": ("", "_b"), "again": ("mm_", "")}
+"""Text and media prompts together; the same media twice."""
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_rows_of_the_tower(
+    name: str, load_golden: Callable[..., Any], load_model: Callable[..., Any], make_options: Callable[..., Any]
+) -> None:
+    golden, model = load_golden(name), load_model(name, make_options())
+    for item in grid_inputs(golden):
+        encoded = model.encode_media(item)
+        torch.testing.assert_close(encoded.embeddings, golden.tensors[f"{item.kind}_embeds"], atol=1e-5, rtol=0)
+        if item.kind == "image":
+            deeper = [golden.tensors[key] for key in sorted(golden.tensors) if key.startswith("image_deepstack")]
+            assert len(encoded.features) == len(deeper) == (3 if name == "qwen3_vl" else 0)
+            for feature, expected in zip(encoded.features, deeper, strict=True):
+                torch.testing.assert_close(feature, expected, atol=1e-5, rtol=0)
+
+
+def test_several_items_at_once_are_the_items_one_by_one(
+    load_golden: Callable[..., Any], load_model: Callable[..., Any], make_options: Callable[..., Any]
+) -> None:
+    golden, model = load_golden("qwen3_vl"), load_model("qwen3_vl", make_options())
+    items = grid_inputs(golden)
+    together = model.visual.encode(
+        torch.from_numpy(np.concatenate([item.features for item in items])), [item.grid for item in items]
+    )
+    one_by_one = [model.encode_media(item) for item in items]
+    torch.testing.assert_close(together.embeddings, torch.cat([encoded.embeddings for encoded in one_by_one]))
+    for index in range(3):
+        expected = torch.cat([encoded.features[index] for encoded in one_by_one])
+        torch.testing.assert_close(together.features[index], expected)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.parametrize(("block_size", "chunk"), [(4, 1), (16, 7), (4, 64)])
+@pytest.mark.parametrize("name", QWEN)
+def test_qwen(
+    name: str,
+    block_size: int,
+    chunk: int,
+    load_golden: Callable[..., Any],
+    load_model: Callable[..., Any],
+    make_driver: Callable[..., Any],
+    make_options: Callable[..., Any],
+) -> None:
+    golden, options = load_golden(name), make_options(block_size=block_size)
+    driver = make_driver(load_model(name, options), options, seed=chunk)
+    prompt = qwen_prompt(golden)
+    prompts = {"a": golden.prompt(), "mm": prompt, "b": golden.prompt("_b"), "again": prompt}
+    check(continuations(driver, prompts, chunk), golden, MIXED)
+    assert driver.media.num_hits >= 2, "the second request finds what the first had encoded"
+
+
+@pytest.mark.parametrize("max_rows", [1, 8, 13])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+def test_little_room_for_encoded_media(
+    name: str,
+    max_rows: int,
+    load_golden: Callable[..., Any],
+    load_model: Callable[..., Any],
+    make_driver: Callable[..., Any],
+    make_options: Callable[..., Any],
+) -> None:
+    """An image of 6 rows and a video of 8 come and go; the numbers stay."""
+    golden, options = load_golden(name), make_options(block_size=4)
+    driver = make_driver(load_model(name, options), options)
+    driver.media = MediaCache(max_rows, 1 << 20)
+    prompt = qwen_prompt(golden)
+    check(continuations(driver, {"mm": prompt, "a": golden.prompt(), "again": prompt}, 7), golden, MIXED_TWICE)
+    assert driver.media.num_rows <= max(max_rows, 8)
+
+
+MIXED_TWICE = {"mm": ("mm_", ""), "a": ("", ""), "again": ("mm_", "")}
+
+
+def test_a_missing_vision_config_means_text_only(
+    make_checkpoint: Callable[..., Any], make_options: Callable[..., Any], load_golden: Callable[..., Any]
+) -> None:
+    from vkit.models import MediaContext, build_model
+
+    model = build_model(make_checkpoint("qwen3_vl", vision_config=None), make_options())
+    assert model.media_processor(MediaContext({}, {}, str, lambda text: [])) is None
