@@ -20,6 +20,7 @@ from vkit.randomness import draw_key
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan, StepSamples
 from vkit.sequence import Sequence as Sequence_
+from vkit.speculation.proposer import Drafts
 from vkit.text.tokenizer import Tokenizer
 from vkit.text.vocabulary import Vocabulary
 from vkit.types import OutputKind, RequestOutput, SamplingParams
@@ -210,7 +211,7 @@ class FakeRunner:
 class GuessingProposer:
     """Drafts what `guess` says follows a sequence."""
 
-    guess: Callable[[Sequence_], list[int]]
+    guess: Callable[[Sequence_], list[int] | Drafts]
     max_drafts: int = 8
     num_lookahead: int = 0
     needs_hidden_states: bool = False
@@ -220,8 +221,9 @@ class GuessingProposer:
     def observe(self, plan: Plan, samples: StepSamples) -> None:
         pass
 
-    def propose(self, sequence: Sequence_) -> list[int]:
-        return self.guess(sequence)
+    def propose(self, sequence: Sequence_) -> Drafts:
+        found = self.guess(sequence)
+        return found if isinstance(found, Drafts) else Drafts(found)
 
     def book(self, sequence: Sequence_, num_drafts: int, num_accepted: int) -> None:
         self.booked.append((num_drafts, num_accepted))

@@ -7,7 +7,7 @@ Knows nothing of models, sampling or text.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -71,6 +71,8 @@ class Batch:
     spans: list[list[tuple[int, int]]] | None = None
     """Per sequence of a step that computes media tokens, the positions (first, beyond) of each of their runs, past ones
     included."""
+    taps: dict[int, Tensor | None] | None = None
+    """Layers whose streams a drafter asked for, to be filled with them (T, H)."""
     memo: dict[object, object] = field(default_factory=dict)
     """What layers derive from the above once per step."""
 
@@ -133,6 +135,27 @@ class _BlockTable:
             self._changes.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Tokens of a running sequence that a drafter runs through a model of its own."""
+
+    sequence: Sequence
+    start: int
+    token_ids: list[int]
+    num_logits: int
+    """Rows wanted, for the last of the tokens."""
+
+    num_drafts = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens."""
+        return len(self.token_ids)
+
+
+Shares: TypeAlias = list[ScheduledSequence] | list[TokenRun]
+
+
 class BatchBuilder:
     """Turns plans into batches. Owns the rows: one per running sequence, given back when it ends or is preempted."""
 
@@ -164,8 +187,18 @@ class BatchBuilder:
         """The tensors of this plan, rows in the order of `plan.scheduled`."""
         for sequence_id in plan.finished_ids:
             self._release(sequence_id)
-        scheduled = plan.scheduled
-        row_list, token_ids = self._collect(scheduled)
+        return self._build(plan.scheduled, *self._collect(plan.scheduled))
+
+    def build_runs(self, runs: list[TokenRun]) -> Batch:
+        """The tensors of tokens that are no part of a plan, over sequences that were part of the last one."""
+        row_list = [self._rows[run.sequence.id].index for run in runs]
+        return self._build(runs, row_list, [token_id for run in runs for token_id in run.token_ids])
+
+    def capacity(self, sequence: Sequence) -> int:
+        """Positions of a sequence that have slots."""
+        return min(len(sequence.block_ids[group]) for group in self._paged_groups) * self._block_size
+
+    def _build(self, scheduled: Shares, row_list: list[int], token_ids: list[int]) -> Batch:
         rows = np.array(row_list, np.int64)
         starts = np.array([item.start for item in scheduled], np.int64)
         counts = np.array([item.num_tokens for item in scheduled], np.int64)
@@ -213,7 +246,7 @@ class BatchBuilder:
             spans=_spans(scheduled),
         )
 
-    def _of_prompts(self, scheduled: list[ScheduledSequence], axes: IntArray | None) -> Tensor | None:
+    def _of_prompts(self, scheduled: Shares, axes: IntArray | None) -> Tensor | None:
         """The positions of all axes, where a prompt is computed in which they differ."""
         if axes is None or all(
             item.start >= item.sequence.num_prompt_tokens for item in scheduled if item.sequence.media
@@ -316,7 +349,7 @@ def _token_ids(item: ScheduledSequence) -> list[int]:
     return ids + sequence.draft_token_ids[: item.num_drafts] if item.num_drafts else ids
 
 
-def _state_targets(scheduled: list[ScheduledSequence], group: int) -> IntArray:
+def _state_targets(scheduled: Shares, group: int) -> IntArray:
     """Where the state after each token goes: in a verification the rows after the current one, else that one."""
     targets: list[int] = []
     for item in scheduled:
@@ -329,7 +362,7 @@ def _state_targets(scheduled: list[ScheduledSequence], group: int) -> IntArray:
     return np.array(targets, np.int64)
 
 
-def _axis_positions(scheduled: list[ScheduledSequence], indices: IntArray, cu: IntArray) -> IntArray:
+def _axis_positions(scheduled: Shares, indices: IntArray, cu: IntArray) -> IntArray:
     """(3, T): every token's position in time, row and column; `indices` (T,) are the places in their sequences."""
     axes: IntArray = np.broadcast_to(indices, (3, len(indices))).copy()
     for item, first, beyond in zip(scheduled, cu, cu[1:], strict=False):
@@ -341,7 +374,7 @@ def _axis_positions(scheduled: list[ScheduledSequence], indices: IntArray, cu: I
     return axes
 
 
-def _spans(scheduled: list[ScheduledSequence]) -> list[list[tuple[int, int]]] | None:
+def _spans(scheduled: Shares) -> list[list[tuple[int, int]]] | None:
     """Per sequence the runs of its media, if any of them is computed in this step."""
     if not any(placed.stop > item.start for item in scheduled for placed in item.sequence.media):
         return None

@@ -272,7 +272,10 @@ class Engine:
                 continue
             if update.num_drafts:
                 proposer.book(sequence, update.num_drafts, update.num_accepted)
-            self.scheduler.set_drafts(sequence, proposer.propose(sequence))
+            drafts = proposer.propose(sequence)
+            self.scheduler.set_drafts(sequence, drafts.token_ids)
+            if drafts.probs is not None and sequence.draft_token_ids:
+                self.sampler.draft_probs[sequence.id] = drafts.probs
         stats, counters = self.scheduler.draft_stats, self.metrics.drafts
         if counters is not None:
             counters.drafts.value = stats.num_drafts

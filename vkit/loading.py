@@ -41,7 +41,10 @@ from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
-from vkit.sequence import Plan
+from vkit.sequence import Plan, StepSamples
+from vkit.speculation.checkpoints import DraftPlan, has_draft_head, plan_drafts
+from vkit.speculation.drafter import Drafter, ModelProposer
+from vkit.speculation.proposer import Drafts, Proposer
 from vkit.speculation.support import check_plugins, check_processors, make_proposer
 from vkit.structured.compiler import GrammarCompiler, require_backend
 from vkit.text.template import ChatTemplate
@@ -64,13 +67,41 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 class ResidentModel:
     """The model and its runner while they are in memory, and the way back when they are not."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, progress: ProgressCallback | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        progress: ProgressCallback | None,
+        drafting: DraftPlan | None = None,
+    ) -> None:
+        """`drafting`: how tokens are drafted, if they are."""
         self._checkpoint = checkpoint
         self._config = config
-        self._model: CausalLM | None = build_model(checkpoint, config, progress)
-        self._runner: Runner | None = Runner(self._model, config, config.num_blocks)
+        self._drafting = drafting
+        self._drafter: Drafter | None = None
+        self._model: CausalLM | None = None
+        self._load_weights(progress)
+        self._runner: Runner | None = self._new_runner()
 
     copies_states = Runner.copies_states
+
+    def _load_weights(self, progress: ProgressCallback | None = None) -> None:
+        config, drafting = self._config, self._drafting
+        self._model = build_model(
+            self._checkpoint, config, progress, has_draft_head=has_draft_head(config.speculation, self._checkpoint)
+        )
+        if drafting is not None and drafting.drafts_with_model:
+            self._drafter = drafting.build(self._model, config)
+
+    def _new_runner(self) -> Runner:
+        assert self._model is not None, "weights come before the cache"
+        specs = self._drafting.specs if self._drafting is not None else ()
+        return Runner(self._model, self._config, self._config.num_blocks, drafter=self._drafter, draft_specs=specs)
+
+    def draft(self, plan: Plan, samples: StepSamples) -> list[Drafts]:
+        """Drafts for each item of the step that was run last."""
+        assert self._runner is not None, "a sleeping model runs no steps"
+        return self._runner.draft(plan, samples)
 
     def prepare(self, plan: Plan) -> PreparedStep:
         """Host work of a step."""
@@ -86,21 +117,23 @@ class ResidentModel:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
         self._runner = None
         if level == 2 or self._config.device != "cpu":
-            self._model = None
+            self._model = self._drafter = None
 
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
         if self._model is None and "weights" in tags:
-            self._model = build_model(self._checkpoint, self._config)
+            self._load_weights()
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
-            self._runner = Runner(self._model, self._config, self._config.num_blocks)
+            self._runner = self._new_runner()
 
     def close(self) -> None:
         """Free everything."""
-        self._runner = self._model = None
+        self._runner = self._model = self._drafter = None
         self._checkpoint.close()
+        if self._drafting is not None:
+            self._drafting.close()
 
 
 @dataclass(slots=True)
@@ -221,6 +254,8 @@ class CheckedModel:
     """How replies are read."""
     processors: tuple[_Processor, ...] = ()
     """Batch-level logits processors, installed and named."""
+    drafting: DraftPlan | None = None
+    """How tokens are drafted, if they are."""
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -234,12 +269,11 @@ class CheckedModel:
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins = [processor.build(vocab_size) for processor in self.processors]
         checks = tuple(processor.check for processor in self.processors if processor.check is not None)
-        proposer = None
-        if config.speculation is not None:
+        if self.drafting is not None:
             check_plugins(plugins)
             checks = (*checks, check_processors)
-            proposer = make_proposer(config.speculation)
-        resident = ResidentModel(checkpoint, config, progress)
+        resident = ResidentModel(checkpoint, config, progress, self.drafting)
+        proposer = _proposer(self.drafting, resident) if self.drafting is not None else None
         groups = group_layers(list(self.cache_specs))
         engine = Engine(
             engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins, proposer=proposer
@@ -305,23 +339,52 @@ def check_model(args: EngineArgs) -> CheckedModel:
         chat_template=template.source if template is not None else None,
         text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
     )
-    facts, specs = describe_model(checkpoint, args, device)
-    config = args.resolve(facts, _device_facts(device))
+    described = describe_model(checkpoint, args, device)
+    config = args.resolve(described.facts, _device_facts(device))
+    if described.drafting is not None:
+        config = dataclasses.replace(config, speculation=described.drafting.settings)
     for note in config.notes:
         logger.warning("%s", note)
-    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors)
+    return CheckedModel(
+        config, checkpoint, tokenizer, template, described.specs, parsers, processors, described.drafting
+    )
 
 
-def describe_model(
-    checkpoint: Checkpoint, args: EngineArgs, device: Device
-) -> tuple[ModelFacts, list[LayerCacheSpec | None]]:
-    """What settings depend on, and what each layer caches; no weight byte is read.
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What is known of a model without its weights."""
+
+    facts: ModelFacts
+    """What settings depend on."""
+    specs: list[LayerCacheSpec | None]
+    """What each layer caches, those of a drafter last."""
+    drafting: DraftPlan | None
+
+
+def describe_model(checkpoint: Checkpoint, args: EngineArgs, device: Device) -> ModelDescription:
+    """The description of a model; no weight byte is read.
 
     Raises:
         ModelLoadError: the architecture is not computed here, or its configuration contradicts itself.
+        UsageError: tokens cannot be drafted as asked.
     """
-    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
-    return _model_facts(checkpoint, args, specs), specs
+    provisional = _provisional(args, checkpoint, device)
+    model = create_model(checkpoint, provisional, has_draft_head=has_draft_head(args.speculation, checkpoint))
+    drafting = None
+    specs = model.cache_specs()
+    if args.speculation is not None:
+        drafting = plan_drafts(args.speculation, checkpoint, model, provisional, use_mmap=not args.no_mmap)
+        specs += drafting.specs
+    return ModelDescription(_model_facts(checkpoint, args, specs, drafting), specs, drafting)
+
+
+def _proposer(drafting: DraftPlan, resident: ResidentModel) -> Proposer:
+    if not drafting.drafts_with_model:
+        return make_proposer(drafting.settings)
+    needs_hidden = drafting.settings.method != "draft_model"
+    return ModelProposer(
+        resident, max_drafts=drafting.num_drafts, num_lookahead=drafting.num_drafts, needs_hidden_states=needs_hidden
+    )
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
@@ -388,9 +451,11 @@ def _device_facts(device: Device) -> DeviceFacts:
     )
 
 
-def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCacheSpec | None]) -> ModelFacts:
+def _model_facts(
+    checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCacheSpec | None], drafting: DraftPlan | None
+) -> ModelFacts:
     groups = []
-    num_states = 1 + (args.speculation.num_speculative_tokens or 1 if args.speculation is not None else 0)
+    num_states = 1 + (drafting.num_drafts if drafting is not None else 0)
     for group in group_layers(specs):
         units = [spec.bytes_per_unit for spec in (specs[layer] for layer in group.layers) if spec is not None]
         groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window, num_states))
@@ -403,7 +468,7 @@ def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCach
         format=checkpoint.format,
         dtype=_checkpoint_dtype(checkpoint),
         max_model_len=_context_limit(checkpoint),
-        num_weight_bytes=checkpoint.num_weight_bytes,
+        num_weight_bytes=checkpoint.num_weight_bytes + (drafting.num_weight_bytes if drafting is not None else 0),
         cache_groups=tuple(groups),
         is_moe=num_experts is not None and num_experts > 1,
         num_activation_bytes=(args.max_num_batched_tokens or 2048) * per_token + args.max_num_seqs * per_seq,

@@ -73,12 +73,12 @@ def test_pace_widens_while_right_and_falls_silent_while_wrong() -> None:
 def test_proposer_reads_what_came_while_it_was_silent() -> None:
     proposer = NgramProposer(4, 2, 2)
     sequence = Sequence("a", [1, 2, 3, 1, 2], 5, SamplingParams(), 0.0)
-    assert proposer.propose(sequence) == [3, 1, 2]
+    assert proposer.propose(sequence).token_ids == [3, 1, 2]
     sequence.token_ids += [9]
     proposer.book(sequence, 3, 0)
-    assert proposer.propose(sequence) == []
+    assert proposer.propose(sequence).token_ids == []
     sequence.token_ids += [8, 9, 8]
-    assert proposer.propose(sequence) == [9, 8]
+    assert proposer.propose(sequence).token_ids == [9, 8]
     proposer.forget(["a"])
     sequence.token_ids = [5, 6, 5, 6]
-    assert proposer.propose(sequence) == [5, 6]
+    assert proposer.propose(sequence).token_ids == [5, 6]

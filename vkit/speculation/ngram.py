@@ -12,6 +12,7 @@ import numpy as np
 
 from vkit.sequence import Plan, Sequence, StepSamples
 from vkit.speculation.pace import Pace
+from vkit.speculation.proposer import Drafts
 
 
 class NgramIndex:
@@ -88,7 +89,7 @@ class NgramProposer:
     def observe(self, plan: Plan, samples: StepSamples) -> None:
         """Nothing: tokens are read once they are booked."""
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequence: Sequence) -> Drafts:
         """What followed the longest n-gram at the sequence's end, where it occurred first."""
         followed = self._followed.get(sequence.id)
         if followed is None:
@@ -96,9 +97,9 @@ class NgramProposer:
             self._followed[sequence.id] = followed
         num_wanted = followed.pace.num_drafts(len(sequence.token_ids))
         if not num_wanted:
-            return []
+            return Drafts()
         followed.index.extend(sequence.token_ids[len(followed.index) :])
-        return followed.index.follow(num_wanted)
+        return Drafts(followed.index.follow(num_wanted))
 
     def book(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Adapt the sequence's pace."""

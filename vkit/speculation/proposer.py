@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from vkit.sequence import Plan, Sequence, StepSamples
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Guesses at the tokens that follow a sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    probs: Any = None
+    """What each was drawn from, a float32 tensor (drafts, V); None where nothing was drawn."""
 
 
 class Proposer(Protocol):
@@ -26,7 +36,7 @@ class Proposer(Protocol):
     def observe(self, plan: Plan, samples: StepSamples) -> None:
         """Take in a step that was run and sampled and is not booked yet: its sequences still own their blocks."""
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequence: Sequence) -> Drafts:
         """Drafts for a sequence that was booked and goes on; none where nothing seems likely."""
 
     def book(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:

@@ -30,9 +30,9 @@ def num_accepted(drafts: SequenceABC[int], chosen: SequenceABC[int]) -> int:
     return len(drafts)
 
 
-def draft_key(sequence: Sequence, place: int) -> int:
-    """The key of the draw of draft number `place` after the sequence's tokens, as a signed 64-bit integer."""
-    return _key(sequence, _DRAFT, sequence.num_output_tokens + place)
+def draft_key(sequence: Sequence, position: int) -> int:
+    """The key of the draw of the draft for output token number `position`, as a signed 64-bit integer."""
+    return _key(sequence, _DRAFT, position)
 
 
 def verify_drawn(
