@@ -146,6 +146,10 @@ def test_right_drafts_save_steps() -> None:
     # One token from the prompt, then six at a time; the last of 24 needs no draft.
     assert [count for ((_, _, count),) in runner.step_log] == [3, 6, 6, 6, 5]
     assert proposer.booked == [(5, 5)] * 3
+    assert output.metrics is not None
+    drafts = output.metrics.drafts
+    assert (drafts.num_verifications, drafts.num_draft_tokens, drafts.num_accepted_tokens) == (4, 19, 19)
+    assert (drafts.acceptance_rate, drafts.mean_acceptance_length) == (1.0, 5.75)
     families = {family.name: family for family in engine.metric_families()}
     values = {name: families[f"vllm:spec_decode_num_{name}"].samples for name in ("drafts", "accepted_tokens")}
     assert [samples[0].value for samples in values.values()] == [4, 19]
