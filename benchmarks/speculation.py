@@ -126,9 +126,7 @@ def main() -> None:
         for llm in (plain, drafting):
             llm.generate(["Warm up."], SamplingParams(max_tokens=8))
         print(f"{chosen.config}\n")
-        print(
-            "| text | plain, tokens/s | drafting, tokens/s | ratio (range) | mean acceptance length | verifications | equal |"
-        )
+        print("| text | plain, tok/s | drafting, tok/s | ratio (range) | acceptance length | verifications | equal |")
         print("|---|---|---|---|---|---|---|")
         for name in [chosen.only] if chosen.only else PROMPTS:
             print(measure(plain, drafting, name, chosen.rounds, chosen.tokens), flush=True)

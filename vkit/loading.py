@@ -381,9 +381,11 @@ def describe_model(checkpoint: Checkpoint, args: EngineArgs, device: Device) -> 
 def _proposer(drafting: DraftPlan, resident: ResidentModel) -> Proposer:
     if not drafting.drafts_with_model:
         return make_proposer(drafting.settings)
-    needs_hidden = drafting.settings.method != "draft_model"
     return ModelProposer(
-        resident, max_drafts=drafting.num_drafts, num_lookahead=drafting.num_drafts, needs_hidden_states=needs_hidden
+        resident,
+        max_drafts=drafting.num_drafts,
+        num_lookahead=drafting.num_lookahead,
+        needs_hidden_states=drafting.settings.method == "mtp",
     )
 
 

@@ -14,9 +14,9 @@ FLAG = "--speculative-config"
 MAX_DRAFTS = 32
 DEFAULT_LOOKUP = 5
 
-METHODS = ("ngram", "draft_model", "mtp")
+METHODS = ("ngram", "draft_model", "mtp", "dflash", "dspark")
 """Ways to draft that exist here."""
-REFUSED_METHODS = ("dflash", "dspark", "suffix", "eagle", "eagle3", "medusa")
+REFUSED_METHODS = ("suffix", "eagle", "eagle3", "medusa")
 """Ways that people will ask for and nobody built."""
 METHODS_WITH_MODEL = ("draft_model", "dflash", "dspark")
 """Those that read a checkpoint of their own."""

@@ -122,15 +122,19 @@ class Growing:
         return not self.sequence.params.is_greedy
 
 
-def growing(step: ObservedStep, builder: BatchBuilder, max_drafts: int) -> list[Growing]:
-    """The sequences that can have drafts: those that sample, and have slots and a future."""
+def growing(step: ObservedStep, builder: BatchBuilder, max_drafts: int, *, num_slots_more: int = 0) -> list[Growing]:
+    """The sequences that can have drafts: those that sample, and have slots and a future.
+
+    Drafts take a slot each, from the last known token's on, and `num_slots_more`.
+    """
     found = []
     for index, (item, emitted) in enumerate(zip(step.items, step.emitted, strict=True)):
         sequence = item.sequence
         if not item.samples or not emitted or sequence.is_finished:
             continue
         num_tokens = len(sequence.token_ids) + len(emitted)
-        room = min(builder.capacity(sequence) - num_tokens + 1, sequence.max_total_tokens - num_tokens - 1)
+        num_slots = builder.capacity(sequence) - num_tokens + 1 - num_slots_more
+        room = min(num_slots, sequence.max_total_tokens - num_tokens - 1)
         if room > 0:
             outputs = num_tokens - sequence.num_prompt_tokens
             found.append(Growing(index, sequence, num_tokens - 1, min(room, max_drafts), outputs, [], []))
