@@ -293,3 +293,45 @@ def test_prompt_lookup_through_the_engine() -> None:
         steps.append(len(runner.step_log))
     assert steps[0] == 24
     assert steps[1] <= 6
+
+
+@pytest.mark.parametrize(("needs_hidden_states", "num_cached"), [(False, 12), (True, 8)])
+def test_a_drafter_on_hidden_states_has_the_last_cached_block_computed_again(
+    needs_hidden_states: bool, num_cached: int
+) -> None:
+    proposer = GuessingProposer(lambda _: [1, 2], max_drafts=2, needs_hidden_states=needs_hidden_states)
+    engine = make_engine(tokenizer=TOKENIZER, proposer=proposer)
+    prompt = list(range(5, 18))  # three blocks of four, and one token
+    outputs = []
+    for _ in range(2):
+        request = make_request(engine, prompt, params_of(max_tokens=3), tokenizer=TOKENIZER)
+        outputs.append(generate(engine, [request])["r"])
+    assert [output.num_cached_tokens for output in outputs] == [0, num_cached]
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+
+
+def test_drafts_end_at_the_limits() -> None:
+    """Neither the context nor max_tokens is passed, and the last steps draft only what there is room for."""
+    for limits, max_tokens in (({"max_model_len": 16}, 60), ({"max_model_len": 64}, 13)):
+        script = [65 + value % 20 for value in range(60)]
+        runner = ScriptedRunner(script, VOCAB)
+        proposer = GuessingProposer(lambda sequence: script[sequence.num_output_tokens :], max_drafts=8)  # noqa: B023
+        engine = make_engine(runner, tokenizer=TOKENIZER, proposer=proposer, limits=limits)
+        request = make_request(engine, [1, 2, 3], params_of(max_tokens=max_tokens), tokenizer=TOKENIZER)
+        (completion,) = generate(engine, [request])["r"].outputs
+        assert completion.token_ids == script[:13]
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert max(start + count for ((_, start, count),) in runner.step_log) == 15, "the last token is never run"
+
+
+def test_a_draft_is_not_worth_anybodys_blocks() -> None:
+    """With blocks for known tokens only, drafts are cut and nobody is preempted."""
+    runner = FakeRunner(FULL, 9, 4, vocab_size=VOCAB)
+    proposer = GuessingProposer(lambda _: [1] * 8, max_drafts=8)
+    engine = make_engine(runner, tokenizer=TOKENIZER, num_blocks=9, proposer=proposer)
+    for index in range(2):
+        params = params_of(max_tokens=12, ignore_eos=True)
+        engine.add_request(make_request(engine, [5 + index, 6, 7, 8], params, name=f"{index}"))
+    run(engine, after_step=lambda: check_pool(engine))
+    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.draft_stats.num_draft_tokens > 0
