@@ -6,6 +6,7 @@ Knows nothing of models, sampling or text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -153,7 +154,7 @@ class TokenRun:
         return len(self.token_ids)
 
 
-Shares: TypeAlias = list[ScheduledSequence] | list[TokenRun]
+Shares: TypeAlias = SequenceABC[ScheduledSequence | TokenRun]
 
 
 class BatchBuilder:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -74,8 +73,6 @@ class BlockDraft(CausalLM):
         r"(model\.)?mask_hidden",
     )
 
-    names: ClassVar[dict[str, str]] = {"own_head": "lm_head"}
-
     def __init__(
         self,
         config: HFConfig,
@@ -87,6 +84,7 @@ class BlockDraft(CausalLM):
     ) -> None:
         """`stored`: names of the checkpoint's tensors."""
         super().__init__(config, options)
+        self.names = {"own_head": "lm_head"}
         self._target = target
         self.num_layers = config.integer("num_hidden_layers")
         self._width = config.integer("hidden_size")
