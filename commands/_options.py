@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -21,9 +21,13 @@ from vkit.config import flag_of
 from vkit.errors import InvalidRequest, UsageError
 from vkit.types import SamplingParams, StructuredOutputs
 
+if TYPE_CHECKING:
+    from vkit.media import Media, MediaKind
+
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling"
 ENGINE_PANEL = "Engine"
+MEDIA_PANEL = "Media, for models that take them: before the prompt, or where it has their placeholders"
 CONSTRAINT_PANEL = "Constraint on the output (one of them)"
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -72,6 +76,43 @@ def _model_option(flag: str, metavar: str, help: str) -> Any:
 
 def _engine_option(*flags: str, help: str, **settings: Any) -> Any:
     return typer.Option(*flags, help=help, rich_help_panel=ENGINE_PANEL, **settings)
+
+
+def _media_option(flag: str, help: str) -> Any:
+    return typer.Option(flag, metavar="PATH|URL", help=help, rich_help_panel=MEDIA_PANEL)
+
+
+@dataclass(frozen=True)
+class MediaFlags:
+    """Images, videos and sound that go with a prompt."""
+
+    image: Annotated[list[str] | None, _media_option("--image", "Show this picture; may be given several times.")] = (
+        None
+    )
+    video: Annotated[list[str] | None, _media_option("--video", "Show this clip; may be given several times.")] = None
+    audio: Annotated[list[str] | None, _media_option("--audio", "Play this recording; may be given several times.")] = (
+        None
+    )
+
+    def items(self) -> dict[MediaKind, list[Media]]:
+        """The media, decoded, by kind.
+
+        Raises:
+            UsageError: a file or URL that cannot be read or decoded; names the flag.
+            MissingExtra: the libraries that decode are not installed.
+        """
+        given: dict[MediaKind, list[str] | None] = {"image": self.image, "video": self.video, "audio": self.audio}
+        if not any(given.values()):
+            return {}
+        from vkit.media.given import as_media
+
+        read: dict[MediaKind, list[Media]] = {}
+        for kind, items in given.items():
+            try:
+                read[kind] = [as_media(kind, item) for item in items or ()]
+            except InvalidRequest as error:
+                raise UsageError(f"--{error.message}", remedy=error.remedy) from None
+        return {kind: found for kind, found in read.items() if found}
 
 
 @dataclass(frozen=True)
@@ -197,6 +238,28 @@ class EngineFlags:
     max_long_partial_prefills: Annotated[
         int, _engine_option("--max-long-partial-prefills", min=0, help="Most long prompts cut at a time; 0: any.")
     ] = 0
+    mmproj: Annotated[
+        str | None,
+        _engine_option("--mmproj", metavar="FILE", help="The vision tower that goes with a GGUF language model."),
+    ] = None
+    max_num_encoder_input_tokens: Annotated[
+        int,
+        _engine_option(
+            "--max-num-encoder-input-tokens",
+            min=0,
+            help="Most prompt tokens whose images, videos or sound one step encodes; 0: as many as a step holds.",
+        ),
+    ] = 0
+    disable_chunked_mm_input: Annotated[
+        bool,
+        _engine_option("--disable-chunked-mm-input", help="Never cut the tokens of one image over several steps."),
+    ] = False
+    limit_mm_per_prompt: Annotated[
+        str | None,
+        _engine_option(
+            "--limit-mm-per-prompt", metavar="JSON", help='Most items in one prompt, such as {"image": 4, "video": 0}.'
+        ),
+    ] = None
     prefix_caching_hash_algo: Annotated[
         Literal["sha256", "sha256_cbor"],
         _engine_option("--prefix-caching-hash-algo", help="How blocks are recognised; sha256_cbor across languages."),
@@ -229,9 +292,17 @@ class EngineFlags:
         _engine_option("--cpu-precision", help="exact keeps activations in floating point."),
     ] = "fast"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        _engine_option("--kv-cache-dtype", help="How keys and values are kept."),
+        Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
+        _engine_option("--kv-cache-dtype", help="How keys and values are kept; fp8 and int8 halve bfloat16."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt"] | None,
+        _engine_option(
+            "--quantization",
+            help="What the weights must be stored as; fp8 also rounds plain weights at load.",
+            show_default="as the checkpoint says",
+        ),
+    ] = None
     gguf_dequantize: Annotated[
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
     ] = False
@@ -245,6 +316,10 @@ class EngineFlags:
             show_default="no drafts",
         ),
     ] = None
+    kv_transfer_config: Annotated[
+        str | None,
+        _engine_option("--kv-transfer-config", metavar="JSON", help="Keep cache entries beyond this engine."),
+    ] = None
     hf_overrides: Annotated[
         str | None, _engine_option("--hf-overrides", metavar="JSON", help="Keys of config.json to replace.")
     ] = None
@@ -256,6 +331,58 @@ class EngineFlags:
     def engine_keywords(self) -> dict[str, Any]:
         """Keyword arguments for `vkit.LLM`."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class AdapterFlags:
+    """The low-rank adapter of a command that runs with one."""
+
+    enable_lora: Annotated[bool, _engine_option("--enable-lora", help="Run with a low-rank adapter.")] = False
+    lora_modules: Annotated[
+        list[str] | None,
+        _engine_option("--lora-modules", metavar="NAME=PATH", help="The adapter, a folder in PEFT's layout."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.enable_lora and len(self.lora_modules or ()) != 1:
+            raise UsageError(f"--lora-modules: one adapter is needed here, got {len(self.lora_modules or ())}")
+
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments for `vkit.LLM`."""
+        if not self.enable_lora and not self.lora_modules:
+            return {}
+        return {"enable_lora": self.enable_lora, "lora_modules": tuple(self.lora_modules or ())}
+
+    @property
+    def lora(self) -> str | None:
+        """The name of the adapter to run with."""
+        return (self.lora_modules or [""])[0].partition("=")[0] if self.enable_lora else None
+
+
+@dataclass(frozen=True)
+class LoraFlags:
+    """Low-rank adapters."""
+
+    enable_lora: Annotated[
+        bool, _engine_option("--enable-lora", help="Let requests choose low-rank adapters by model name.")
+    ] = False
+    lora_modules: Annotated[
+        list[str] | None,
+        _engine_option("--lora-modules", metavar="NAME=PATH...", help="Adapters to load, folders in PEFT's layout."),
+    ] = None
+    max_loras: Annotated[
+        int | None,
+        _engine_option(
+            "--max-loras",
+            min=1,
+            help="Most different adapters that run at a time.",
+            show_default="4, with --enable-lora",
+        ),
+    ] = None
+
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments for `vkit.LLM`."""
+        return {**asdict(self), "lora_modules": tuple(self.lora_modules or ())}
 
 
 def _constraint_option(flag: str, metavar: str, help: str) -> Any:

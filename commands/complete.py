@@ -17,6 +17,7 @@ from vkit.types import FinishReason, Logprob, PositionLogprobs, RequestOutput, S
 
 if TYPE_CHECKING:
     from vkit import LLM
+    from vkit.media import Media, MediaKind
 
 
 @_options.expands_flags
@@ -52,10 +53,12 @@ def complete(
     top_k: _options.TopK = 0,
     seed: _options.Seed = None,
     stop: _options.Stop = None,
+    media: _options.MediaFlags,
     constraint: _options.ConstraintFlags,
     sources: _options.ModelFlags,
     max_num_seqs: _options.MaxNumSeqs = 32,
     engine: _options.EngineFlags,
+    adapter: _options.AdapterFlags,
 ) -> None:
     """Complete a prompt and print the text."""
     _check_pairs(ctx, stream=stream, json=json, repeat=repeat, chat=chat)
@@ -70,11 +73,13 @@ def complete(
         structured_outputs=constraint.structured_outputs(),
     )
     text = _options.read_prompt(prompt, prompt_file)
-    with open_model(sources, engine, max_num_seqs=max_num_seqs) as (llm, load_s):
+    items = media.items()
+    with open_model(sources, engine, adapter, max_num_seqs=max_num_seqs) as (llm, load_s):
+        asked = _Asked(llm, text, items, chat, adapter.lora)
         if stream:
-            output = _stream(llm, text, params, chat)
+            output = _stream(asked, params)
         else:
-            output, timings = _run(llm, text, params, chat, repeat)
+            output, timings = _run(asked, params, repeat)
             if json:
                 _render.write_json(_as_json(output, {"load_s": load_s, **timings}))
                 return
@@ -94,11 +99,40 @@ def _check_pairs(ctx: typer.Context, *, stream: bool, json: bool, repeat: int, c
         raise UsageError("--chat-template: needs --chat")
 
 
-def _run(llm: LLM, text: str, params: SamplingParams, chat: bool, repeat: int) -> tuple[RequestOutput, dict[str, Any]]:
+class _Asked:
+    """A prompt with its media, and how it is sent."""
+
+    def __init__(self, llm: LLM, text: str, media: dict[MediaKind, list[Media]], chat: bool, lora: str | None) -> None:
+        self._llm = llm
+        self._chat = chat
+        self._lora = lora
+        parts: list[dict[str, Any]] = [{"type": kind, kind: item} for kind, items in media.items() for item in items]
+        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
+        self._messages = [{"role": "user", "content": content}]
+        self._prompt: Any = text
+        if media and not chat:
+            self._prompt = {"prompt": llm.with_placeholders(text, media), "multi_modal_data": media}
+
+    def run(self, params: SamplingParams) -> RequestOutput:
+        """The whole output."""
+        if self._chat:
+            (output,) = self._llm.chat(self._messages, params, lora=self._lora)
+        else:
+            (output,) = self._llm.generate([self._prompt], params, lora=self._lora)
+        return output
+
+    def stream(self, params: SamplingParams) -> Iterator[RequestOutput]:
+        """The output as it comes."""
+        if self._chat:
+            return self._llm.chat_stream(self._messages, params, lora=self._lora)
+        return self._llm.stream(self._prompt, params, lora=self._lora)
+
+
+def _run(asked: _Asked, params: SamplingParams, repeat: int) -> tuple[RequestOutput, dict[str, Any]]:
     """The last of `repeat` runs, and its timings; every run's on stderr when there are several."""
     for run in range(1, repeat + 1):
         begin = time.perf_counter()
-        (output,) = llm.chat(_messages(text), params) if chat else llm.generate([text], params)
+        output = asked.run(params)
         timings = _timings(output, time.perf_counter() - begin)
         _check(output)
         if repeat > 1:
@@ -107,9 +141,9 @@ def _run(llm: LLM, text: str, params: SamplingParams, chat: bool, repeat: int) -
     return output, timings
 
 
-def _stream(llm: LLM, text: str, params: SamplingParams, chat: bool) -> RequestOutput:
+def _stream(asked: _Asked, params: SamplingParams) -> RequestOutput:
     """The whole output, put together from the deltas that were written as they came."""
-    deltas = llm.chat_stream(_messages(text), params) if chat else llm.stream(text, params)
+    deltas = asked.stream(params)
     seen: list[RequestOutput] = []
 
     def pieces() -> Iterator[str]:
@@ -122,10 +156,6 @@ def _stream(llm: LLM, text: str, params: SamplingParams, chat: bool) -> RequestO
     _check(whole)
     whole.outputs[0].logprobs = [entry for delta in seen for entry in delta.outputs[0].logprobs or []]
     return whole
-
-
-def _messages(text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": text}]
 
 
 def _check(output: RequestOutput) -> None:

@@ -28,7 +28,13 @@ BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("vkit.kernels.cpu.backen
 """Per device type, the modules that call `register_backend` when imported, best first."""
 
 
-PLAIN_OPS = frozenset({"add_rows", "axis_table", "clamp", "put_rows", "segment_attention"})
+PLAIN_OPS = frozenset(
+    {
+        *("add_rows", "axis_table", "clamp", "put_rows", "segment_attention"),
+        *("hyper_enter", "hyper_head_weights", "hyper_leave", "hyper_weights", "limited_silu_and_mul"),
+        *("route_by_root", "spread_streams", "store_rows"),
+    }
+)
 """What plain torch runs well on every device: moves of rows, and attention that its own kernels cover."""
 
 
@@ -185,6 +191,18 @@ def default_kv_layout(
     k = values[:, :num_keys].unflatten(1, (block_size, num_kv_heads, key_dim))
     v = values[:, num_keys : num_keys + num_values].unflatten(1, (block_size, num_kv_heads, value_dim))
     return k, v
+
+
+def kv_by_token(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of K and V, as `kv_layout` made them, that read as (N, S, K, D) and (N, S, K, Dv) once reshaped.
+
+    Token and width may be two or three dimensions each; what is written to the views lands in the pages.
+    """
+    if k.ndim == 4:
+        return k, v
+    if k.ndim == 6:  # tiles of pairs: (N, K, S/16, D/2, 16, 2) and (N, K, S/2, Dv, 2)
+        return k.permute(0, 2, 4, 1, 3, 5), v.permute(0, 2, 4, 1, 3)
+    return k.permute(0, 2, 4, 1, 3), v.transpose(1, 2)  # tiles: (N, K, S/16, D, 16) and (N, K, S, Dv)
 
 
 def _resolve(op: str, device_type: str, dtype: torch.dtype) -> Op:

@@ -16,7 +16,7 @@ EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 Scoring = Literal["softmax", "sigmoid"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ExpertMatrix:
     """One projection of every expert: dense (rows, columns) each, packed uint8 (rows, row_bytes) of type `qtype`, or
     codes with scales."""

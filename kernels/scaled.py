@@ -50,7 +50,7 @@ class InputRounding:
         return replace(self, scale=moved[0], zero=moved[1])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ScaledMatrix:
     """A weight W (rows, columns): W[o, i] = (code[o, i] - zero) · scale[o // block rows, i // block columns] · factor.
 

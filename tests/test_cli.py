@@ -322,3 +322,21 @@ class TestOptionValues:
         monkeypatch.setenv("VKIT_MAX_TOKENZ", "3")
         assert main(["config"]) == 0
         assert "VKIT_MAX_TOKENZ" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--max-tokens", "1", "--max-tokens", "2"), "--max-tokens: given twice, '1' and '2'"),
+        (("--max-tokens=1", "--max-tokens=1"), "--max-tokens: given twice"),
+        (("--scheduling-policy", "lpm", "--schedule-policy", "fcfs"), "--schedule-policy: given twice"),
+    ],
+)
+def test_an_option_of_one_value_is_given_once(
+    capfd: pytest.CaptureFixture[str], args: tuple[str, ...], said: str
+) -> None:
+    assert main(["complete", "--prompt", "x", *args]) == 2
+    assert f"vkit: error: {said}" in capfd.readouterr().err
+    # Lists are for repeating: here only the model is at fault.
+    assert main(["complete", "--prompt", "x", "--stop", "a", "--stop", "b", "--model", "./nowhere"]) != 0
+    assert "--stop" not in capfd.readouterr().err

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vkit.config import EngineArgs
 from vkit.engine import Engine, PauseMode
-from vkit.engine_thread import EngineThread
-from vkit.errors import EngineDeadError, InvalidRequest, MissingExtra
+from vkit.engine_thread import EngineThread, close_with
+from vkit.errors import EngineDeadError, InvalidRequest, MissingExtra, RequestFailed
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, Prompt, PromptOptions
 from vkit.loading import LoadedModel, ProgressCallback, load_model
+from vkit.media import MediaLimits, MediaProcessor, PlacedPrompt
 from vkit.metrics import EngineStats, MetricFamily
 from vkit.outputs import merge_outputs
+from vkit.pooling import EmbeddingForm
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer
 from vkit.types import OutputKind, RequestOutput, SamplingParams, StructuredOutputs
@@ -43,6 +46,7 @@ class AsyncLLM:
         self._loaded = loaded
         self._inputs = loaded.inputs
         self._thread = EngineThread(loaded.engine)
+        close_with(self, self._thread, loaded.close)
         self._mailboxes: dict[asyncio.AbstractEventLoop, _LoopMailbox] = {}
         self._num_unnamed = 0
         self._chat: InProcessChat | None = None
@@ -113,6 +117,8 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; closing the iterator early aborts the request.
@@ -129,7 +135,8 @@ class AsyncLLM:
         if request_id is None:
             self._num_unnamed += 1
             request_id = f"request-{self._num_unnamed}"
-        keywords: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "options": options}
+        keywords: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "lora": lora, "options": options}
+        keywords["kv_transfer_params"] = kv_transfer_params
         if _is_long(prompt):
             request = await asyncio.to_thread(self._inputs.process, prompt, params, request_id=request_id, **keywords)
         else:
@@ -147,6 +154,68 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._thread.abort_one(key)
+
+    @property
+    def media(self) -> MediaProcessor | None:
+        """How the model takes images, videos and sound; None: text only."""
+        return self._inputs.media
+
+    @property
+    def media_limits(self) -> MediaLimits:
+        """Most items of each kind in one prompt."""
+        return self._inputs.media_limits
+
+    async def place_media(self, token_ids: list[int], multi_modal_data: Mapping[str, Any]) -> PlacedPrompt:
+        """The prompt with its media in place, for `generate`; computed in a thread.
+
+        Raises:
+            InvalidRequest: media the model does not take, or that do not belong to the prompt's placeholders.
+        """
+        return await asyncio.to_thread(self._inputs.place, token_ids, multi_modal_data)
+
+    @property
+    def embedding(self) -> EmbeddingForm | None:
+        """What the vectors are like, where the model makes embeddings."""
+        return self._loaded.embedding
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: str | None = None,
+        options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
+    ) -> RequestOutput:
+        """The prompt's vector, as `embedding` of the output; cancelling the call aborts the request.
+
+        Raises:
+            InvalidRequest: before anything is queued; names the field.
+            RequestFailed: the vector could not be made.
+            EngineDeadError: the engine stopped.
+        """
+        if request_id is None:
+            self._num_unnamed += 1
+            request_id = f"request-{self._num_unnamed}"
+        keywords: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "lora": lora, "options": options}
+        process = self._inputs.process_embedding
+        if _is_long(prompt):
+            request = await asyncio.to_thread(process, prompt, request_id=request_id, **keywords)
+        else:
+            request = process(prompt, request_id=request_id, **keywords)
+        stream = _Stream(self._mailbox(), OutputKind.FINAL_ONLY)
+        key = self._thread.submit(request, stream)
+        output = None
+        try:
+            output = await stream.get()
+        finally:
+            if output is None:
+                self._thread.abort_one(key)
+        if output.embedding is None:
+            (end,) = output.outputs
+            raise RequestFailed(f"the request failed: {end.error or end.finish_reason}")
+        return output
 
     async def chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to a chat request: both are the objects of OpenAI's POST /v1/chat/completions.
@@ -182,6 +251,7 @@ class AsyncLLM:
                 served_model_names=self._loaded.served_model_names,
                 max_logprobs=self._inputs.max_logprobs,
                 scheduling_policy=self._loaded.engine.settings.scheduling_policy,
+                enable_lora=self._loaded.adapters is not None,
             )
         return self._chat
 
@@ -222,18 +292,48 @@ class AsyncLLM:
             variables=chat_template_kwargs,
         )
 
+    # Adapters
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, for `lora=` of the methods above; none where `enable_lora` is off."""
+        return self._loaded.adapters.names() if self._loaded.adapters is not None else ()
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """Load an adapter in PEFT's layout under a name, away from the event loop.
+
+        Raises:
+            InvalidRequest: the engine runs without adapters, or the name is taken.
+            CheckpointError: the adapter is damaged, unsupported, or made for another model.
+        """
+        await asyncio.to_thread(self._loaded.required_adapters.load, name, Path(path))
+
+    async def unload_lora(self, name: str) -> None:
+        """Forget an adapter; requests under way finish with it.
+
+        Raises:
+            InvalidRequest: there is none of that name.
+        """
+        self._loaded.required_adapters.unload(name)
+
     # Control
 
     async def _call(self, function: Any) -> Any:
         return await asyncio.wrap_future(self._thread.call(function))
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         """Forget all reusable blocks. False when running requests still hold some.
 
-        With `reset_running_requests` those give up their blocks and compute them again.
+        With `reset_running_requests` those give up their blocks and compute them again; with `reset_external` what a
+        cache connector keeps is forgotten too.
+
+        Raises:
+            InvalidRequest: `reset_external` without a connector.
         """
         result: bool = await self._call(
-            lambda engine: engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
+            lambda engine: engine.reset_prefix_cache(
+                reset_running_requests=reset_running_requests, reset_external=reset_external
+            )
         )
         return result
 

@@ -174,12 +174,20 @@ def _add_given_value(
 
 
 def _check_spellings(on_line: Sequence[Occurrence]) -> None:
-    """Refuse one boolean option in two spellings: they contradict each other, or are aliases."""
-    seen: dict[str, str] = {}
+    """Refuse an option that takes one value and is given two, and a boolean one in two spellings.
+
+    The spellings of a boolean option contradict each other, or are aliases.
+    """
+    seen: dict[str, Occurrence] = {}
     for given in on_line:
-        earlier = seen.setdefault(given.param.name, given.spelling)
-        if earlier != given.spelling and given.param.secondary_opts:
-            raise UsageError(f"{given.spelling}: {earlier} was given too", remedy="give one of them")
+        earlier = seen.setdefault(given.param.name, given)
+        if earlier is given or given.param.multiple:
+            continue
+        if earlier.spelling != given.spelling and given.param.secondary_opts:
+            raise UsageError(f"{given.spelling}: {earlier.spelling} was given too", remedy="give one of them")
+        if given.value is not None and not given.param.is_flag and not getattr(given.param, "count", False):
+            told = f"{earlier.value!r} and {given.value!r}"
+            raise UsageError(f"{given.spelling}: given twice, {told}", remedy="give one of them")
 
 
 def flag_of(param: TyperOption) -> str:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
+from vkit.kv_transfer import KVTransferConfig
 from vkit.speculative_config import SpeculativeSettings, parse_speculative_config
 
 DEFAULT_NUM_BLOCKS = 256
+DEFAULT_MAX_LORAS = 4
 BLOCK_SIZE_MULTIPLE = 16
 """Tokens per block come in multiples of this."""
 DEFAULT_MEMORY_UTILIZATION = 0.92
@@ -36,9 +38,14 @@ Device = Literal["cpu", "cuda"]
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""What the flag calls them -> what torch calls them."""
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm")
 PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+QUANTIZATIONS = ("awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt")
+"""Values of --quantization: what a checkpoint can be stored as."""
 CPU_PRECISIONS = ("fast", "exact")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance")
 CONTENT_FORMATS = ("auto", "string", "openai")
@@ -55,6 +62,8 @@ class CacheGroupFacts:
     bytes_per_unit: int
     """Bytes one layer keeps per token (full, sliding) or per sequence (state)."""
     window: int | None = None
+    granule: int = 1
+    """Tokens that one entry spans; a block that may be shared holds whole entries."""
     num_states: int = 1
     """States one sequence keeps at a time (state)."""
 
@@ -88,6 +97,8 @@ class ModelFacts:
     num_weight_bytes: int
     cache_groups: tuple[CacheGroupFacts, ...]
     is_moe: bool = False
+    media_kinds: tuple[str, ...] = ()
+    """The kinds of media it takes: "image", "video", "audio"."""
     num_activation_bytes: int = 0
     """Peak of one step at the token budget; an estimate before loading, a measurement after a profile run."""
     activation_bytes_per_token: int = 0
@@ -105,14 +116,18 @@ class ModelFacts:
     def block_size_for(self, asked: int) -> int:
         """Tokens per block: `asked`, or as many more as fill the page that a recurrent layer's state takes.
 
-        States and tokens share pages of one size; a smaller block would leave most of each page empty.
+        States and tokens share pages of one size; a smaller block would leave most of each page empty. Blocks also hold
+        whole entries, where an entry spans several tokens.
         """
+        multiple = math.lcm(1, *(group.granule for group in self.cache_groups))
+        asked = math.ceil(asked / multiple) * multiple
         states = [group.bytes_per_unit for group in self.cache_groups if group.kind == "state"]
         tokens = [group.bytes_per_unit for group in self.cache_groups if group.kind != "state"]
         if not states or not tokens:
             return asked
         filled = math.ceil(max(states) / max(tokens))
-        return max(asked, math.ceil(filled / BLOCK_SIZE_MULTIPLE) * BLOCK_SIZE_MULTIPLE)
+        multiple = math.lcm(multiple, BLOCK_SIZE_MULTIPLE)
+        return max(asked, math.ceil(filled / multiple) * multiple)
 
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
@@ -181,6 +196,14 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in one step; 0: no limit of its own."""
+    mmproj: str | None = None
+    """A GGUF file with the tower that goes with a GGUF language model."""
+    max_num_encoder_input_tokens: int = 0
+    """Most prompt tokens whose media one step encodes, and most that are kept encoded; 0: the token budget."""
+    disable_chunked_mm_input: bool = False
+    """A step computes all tokens of a media item or none."""
+    limit_mm_per_prompt: Mapping[str, int] | str | None = None
+    """Most items per kind in one prompt; a mapping, or a JSON object as text. A kind that is left out has no limit."""
     max_num_partial_prefills: int = 0
     """Most prompts that may be mid-prefill at a time; 0: no limit."""
     max_long_partial_prefills: int = 0
@@ -191,8 +214,16 @@ class EngineArgs:
     enable_jump_forward: bool = False
     """Append tokens that a grammar leaves no choice about without a step for each."""
     structured_outputs_backend: str = "auto"
+    enable_lora: bool = False
+    """Let requests choose low-rank adapters."""
+    lora_modules: Sequence[str] | Mapping[str, str] = ()
+    """Adapters to load at start: name=path each, or a mapping from name to path."""
+    max_loras: int | None = None
+    """Most different adapters that run at a time; None: 4."""
     seed: int | None = None
     """Seed of requests that bring none; None: a fresh one per process."""
+    quantization: str | None = None
+    """What the weights must be stored as; "fp8" also makes eight-bit floats of plain weights as they are read."""
     hf_overrides: Mapping[str, Any] | str | None = None
     """Keys of config.json to replace; a mapping, or a JSON object as text."""
     logprobs_mode: str = "raw_logprobs"
@@ -215,16 +246,24 @@ class EngineArgs:
     """Read weight files instead of mapping them."""
     speculative_config: SpeculativeSettings | Mapping[str, Any] | str | None = None
     """How to draft tokens: settings, a mapping, or a JSON object as text."""
+    kv_transfer_config: KVTransferConfig | Mapping[str, Any] | str | None = None
+    """Where cache entries come from and go to besides this engine; a mapping, or a JSON object as text."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise UsageError(f"--model: expected a directory or a .gguf file, got {self.model!r}")
-        for name in ("tokenizer", "tokenizer_config", "chat_template", "tool_parser", "reasoning_parser"):
+        for name in ("tokenizer", "tokenizer_config", "chat_template", "mmproj", "tool_parser", "reasoning_parser"):
             value = getattr(self, name)
             if (value is not None or name.endswith("_parser")) and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
         object.__setattr__(self, "served_model_name", _names(self.served_model_name))
         object.__setattr__(self, "logits_processors", _class_paths(self.logits_processors))
+        object.__setattr__(self, "lora_modules", _named_paths(self.lora_modules))
+        if not self.enable_lora and (self.lora_modules or self.max_loras is not None):
+            flag = "--lora-modules" if self.lora_modules else "--max-loras"
+            raise UsageError(f"{flag}: needs --enable-lora")
+        if self.max_loras is not None:
+            _check_int("max_loras", self.max_loras, 1)
         _check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
@@ -233,7 +272,9 @@ class EngineArgs:
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         _check_choice("structured_outputs_backend", self.structured_outputs_backend, STRUCTURED_OUTPUTS_BACKENDS)
         _check_choice("cpu_precision", self.cpu_precision, CPU_PRECISIONS)
-        _check_choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
+        if self.quantization is not None:
+            _check_choice("quantization", self.quantization, QUANTIZATIONS)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_int("block_size", self.block_size, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
         _check_int("max_logprobs", self.max_logprobs, -1)
@@ -243,6 +284,7 @@ class EngineArgs:
             "long_prefill_token_threshold",
             "max_num_partial_prefills",
             "max_long_partial_prefills",
+            "max_num_encoder_input_tokens",
             "threads",
         ):
             _check_int(name, getattr(self, name), 0)
@@ -259,8 +301,10 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
         for name in (
+            "disable_chunked_mm_input",
             "enable_chunked_prefill",
             "enable_jump_forward",
+            "enable_lora",
             "deterministic",
             "gguf_dequantize",
             "no_mmap",
@@ -271,6 +315,9 @@ class EngineArgs:
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", parse_speculative_config(self.speculative_config))
+        object.__setattr__(self, "limit_mm_per_prompt", _media_limits(self.limit_mm_per_prompt))
+        if self.kv_transfer_config is not None:
+            object.__setattr__(self, "kv_transfer_config", KVTransferConfig.parse(self.kv_transfer_config))
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -304,6 +351,18 @@ class EngineArgs:
         assert settings is None or isinstance(settings, SpeculativeSettings)
         return settings
 
+    def _check_media(self, model: ModelFacts) -> None:
+        """Refuse what only means something for models that take media."""
+        if model.media_kinds:
+            unknown = [kind for kind in self.limit_mm_per_prompt or () if kind not in model.media_kinds]
+            if unknown:
+                known = ", ".join(model.media_kinds)
+                raise UsageError(f"--limit-mm-per-prompt: {model.name} takes {known}, not {unknown[0]}")
+            return
+        for name in ("limit_mm_per_prompt", "max_num_encoder_input_tokens", "disable_chunked_mm_input"):
+            if getattr(self, name):
+                raise UsageError(f"{flag_of(name)}: {model.name} takes text only")
+
     def resolve(self, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
         """Decide every setting for this model on this device.
 
@@ -317,14 +376,15 @@ class EngineArgs:
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect on {device.kind}")
         if self.gguf_dequantize and model.format != "gguf":
             raise UsageError(f"--gguf-dequantize: {model.name} is a {model.format} checkpoint, not a GGUF file")
+        self._check_media(model)
         notes: list[str] = []
         max_model_len = checked_max_model_len(self.max_model_len, model)
         token_budget = resolve_token_budget(self, max_model_len, model.is_moe)
         block_size = model.block_size_for(self.block_size)
         if block_size != self.block_size:
             notes.append(
-                f"--block-size raised from {self.block_size} to {block_size} tokens, which take the memory of one"
-                " recurrent state"
+                f"--block-size raised from {self.block_size} to {block_size} tokens, which fill the page of a recurrent"
+                " state or hold whole compressed entries"
             )
         pool = size_pool(self, model, device, max_model_len, token_budget)
         notes.extend(pool.notes)
@@ -340,6 +400,10 @@ class EngineArgs:
             threshold = max(1, int(pool.max_model_len * LONG_PREFILL_SHARE))
         overrides = self.hf_overrides
         assert overrides is None or isinstance(overrides, Mapping)
+        limits = self.limit_mm_per_prompt
+        assert isinstance(limits, Mapping)
+        transfer = self.kv_transfer_config
+        assert transfer is None or isinstance(transfer, KVTransferConfig)
         return EngineConfig(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -362,11 +426,19 @@ class EngineArgs:
             long_prefill_token_threshold=threshold,
             max_num_partial_prefills=self.max_num_partial_prefills,
             max_long_partial_prefills=self.max_long_partial_prefills,
+            mmproj=self.mmproj,
+            max_num_encoder_input_tokens=self.max_num_encoder_input_tokens or token_budget,
+            disable_chunked_mm_input=self.disable_chunked_mm_input,
+            limit_mm_per_prompt=limits,
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
             enable_jump_forward=self.enable_jump_forward,
+            enable_lora=self.enable_lora,
+            lora_modules=tuple(self.lora_modules),
+            max_loras=(self.max_loras or DEFAULT_MAX_LORAS) if self.enable_lora else 0,
             structured_outputs_backend="llguidance",
             seed=self.seed,
+            quantization=self.quantization,
             hf_overrides=dict(overrides or {}),
             logprobs_mode=self.logprobs_mode,
             logits_processors=tuple(self.logits_processors),
@@ -379,6 +451,7 @@ class EngineArgs:
             gguf_dequantize=self.gguf_dequantize,
             no_mmap=self.no_mmap,
             speculation=self.speculation,
+            kv_transfer_config=transfer,
             notes=tuple(notes),
         )
 
@@ -411,12 +484,22 @@ class EngineConfig:
     long_prefill_token_threshold: int
     max_num_partial_prefills: int
     max_long_partial_prefills: int
+    mmproj: str | None = None
+    max_num_encoder_input_tokens: int = 0
+    disable_chunked_mm_input: bool = False
+    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     prefix_caching_hash_algo: str
     async_scheduling: bool
     enable_jump_forward: bool
+    enable_lora: bool = False
+    lora_modules: tuple[str, ...] = ()
+    """Adapters to load at start, name=path each."""
+    max_loras: int = 0
+    """Most different adapters that run at a time; 0: requests cannot choose any."""
     structured_outputs_backend: str
     """What compiles and follows grammars; decided even where none is installed: requests that need it are refused."""
     seed: int | None
+    quantization: str | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     logprobs_mode: str
     logits_processors: tuple[str, ...] = ()
@@ -429,6 +512,7 @@ class EngineConfig:
     gguf_dequantize: bool
     no_mmap: bool
     speculation: SpeculativeSettings | None = None
+    kv_transfer_config: KVTransferConfig | None = None
     notes: tuple[str, ...] = ()
     """Lines to log once: what was lowered, raised or replaced, and why."""
 
@@ -447,6 +531,21 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if names is not None and (not names or not all(isinstance(name, str) and name for name in names)):
         raise UsageError(f"--served-model-name: expected a name or several, none of them empty, got {given!r}")
     return None if names is None else tuple(dict.fromkeys(names))
+
+
+def _named_paths(given: Sequence[str] | Mapping[str, str]) -> tuple[str, ...]:
+    if isinstance(given, Mapping):
+        given = tuple(f"{name}={path}" for name, path in given.items())
+    items = (given,) if isinstance(given, str) else tuple(given)
+    names = []
+    for item in items:
+        name, _, path = item.partition("=") if isinstance(item, str) else ("", "", "")
+        if not name or not path:
+            raise UsageError(f"--lora-modules: expected NAME=PATH, got {item!r}")
+        names.append(name)
+    if len(set(names)) < len(names):
+        raise UsageError(f"--lora-modules: a name is given twice: {', '.join(names)}")
+    return items
 
 
 def _class_paths(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -518,7 +617,7 @@ def resolve_kv_cache_dtype(args: EngineArgs, checkpoint_dtype: str, device: Devi
     float32 checkpoints, which ask for full precision, nor with `--cpu-precision exact`.
     """
     if args.kv_cache_dtype != "auto":
-        return args.kv_cache_dtype
+        return NARROW_CACHE_DTYPES.get(args.kv_cache_dtype, args.kv_cache_dtype)
     dtype = resolve_dtype(args.dtype, checkpoint_dtype, device)
     is_wider = dtype == "float32" and args.dtype == "auto" and checkpoint_dtype != "float32"
     return "bfloat16" if device.kind == "cpu" and is_wider and args.cpu_precision == "fast" else dtype
@@ -728,6 +827,18 @@ def _check_threads(threads: int) -> None:
 def _check_share(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise UsageError(f"{flag_of(name)}: must be above 0 and at most 1, got {value!r}")
+
+
+MEDIA_KINDS = ("image", "video", "audio")
+
+
+def _media_limits(value: object) -> dict[str, int]:
+    """Most items per kind, by kind."""
+    limits = _json_object("limit_mm_per_prompt", value) or {}
+    for kind, limit in limits.items():
+        _check_choice("limit_mm_per_prompt", kind, MEDIA_KINDS)
+        _check_int("limit_mm_per_prompt", limit, 0)
+    return limits
 
 
 def _json_object(name: str, value: object) -> dict[str, Any] | None:

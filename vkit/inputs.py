@@ -14,15 +14,15 @@ from typing import Any, Literal, Protocol, cast
 
 from vkit.errors import InvalidRequest
 from vkit.media import Media, MediaLimits, MediaProcessor, PlacedMedia, PlacedPrompt, checked_media
-from vkit.sequence import Grammar, RopePositions
+from vkit.sequence import AdapterRef, Grammar, RopePositions
 from vkit.thinking import ThinkingBudget, thinking_budget
 from vkit.types import WHOLE_VOCABULARY, OutputKind, ReasoningMarks, SamplingParams, StructuredOutputs
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | Mapping[str, Any] | PlacedPrompt
 """Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, the last two with an optional "cache_salt" and an
 optional "multi_modal_data": {"image": [ImageMedia], "video": [VideoMedia], "audio": [AudioMedia]}. Each item has one
 placeholder in the prompt, as the chat template writes it; the text that holds placeholders is encoded with special
-tokens recognised."""
+tokens recognised. A `PlacedPrompt` is what `InputProcessor.place` made of token ids and media."""
 
 MARKED_TAIL = 512
 """Tokens at the end of a prompt that may say whether it has begun the reasoning."""
@@ -83,10 +83,13 @@ class EngineRequest:
     stop_token_ids: frozenset[int] = frozenset()
     compile_grammar: Callable[[], Future[Grammar]] | None = None
     """A grammar for one sequence; called once per sequence."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """For the cache connector; without one it has no effect."""
     media: tuple[PlacedMedia, ...] = ()
     """Images, videos and sound, at their places among the prompt's tokens."""
     rope_positions: RopePositions | None = None
     position_delta: int = 0
+    adapter: AdapterRef | None = None
     is_enforceable: Future[Grammar] | None = None
     """Done once the constraint is compiled; fails with InvalidRequest. To be waited for before queueing."""
 
@@ -139,11 +142,17 @@ class InputProcessor:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     compile_grammar: GrammarCompiler | None = None
     checks: tuple[RequestCheck, ...] = ()
+    find_adapter: Callable[[str], AdapterRef] | None = None
+    """The adapter of a name, or InvalidRequest; None: the engine runs without adapters."""
+    embeds: bool = False
+    """Whether the model makes embeddings, and generates nothing."""
     media: MediaProcessor | None = None
     """None: the model takes text only."""
     media_limits: MediaLimits = field(default_factory=dict)
     max_whole_media: int | None = None
-    """Tokens of the longest item, where the tokens of one must be computed in one step."""
+    """Most tokens of one item that a step can hold."""
+    splits_media: bool = True
+    """Whether several steps may share an item whose tokens do not see each other."""
     reasoning_marks: MarksOf | None = None
     """What the engine's reasoning parser says of a prompt; None: there is no such parser."""
     clock: Callable[[], float] = time.monotonic
@@ -156,6 +165,8 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> EngineRequest:
         """A request ready for the engine.
@@ -164,19 +175,27 @@ class InputProcessor:
             InvalidRequest: anything the engine could not serve; names the field.
         """
         arrival_time = self.clock()
+        if self.embeds:
+            raise InvalidRequest(
+                "this model makes embeddings and generates no text", remedy="use embed, or POST /v1/embeddings"
+            )
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params: expected SamplingParams, got {params!r}", param="params")
-        media = self._read_media(prompt)
-        text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options, has_media=bool(media))
-        token_ids = self._truncated(token_ids, options)
-        placed = self._placed(token_ids, media, options)
+        text: str | None = None
+        if isinstance(prompt, PlacedPrompt):
+            placed = prompt
+        else:
+            media = self._read_media(prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None)
+            text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options, has_media=bool(media))
+            placed = self._placed(self._truncated(token_ids, options, self.max_model_len - 1), media, options)
         token_ids = placed.token_ids
-        self._check_prompt(placed)
+        self._check_prompt(placed, num_generated=1)
         self._check_params(params, options)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequest(f"priority: expected an integer, got {priority!r}", param="priority")
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise InvalidRequest(f"cache_salt: expected a non-empty string, got {cache_salt!r}", param="cache_salt")
+        _check_place(priority, cache_salt)
+        if kv_transfer_params is not None and not isinstance(kv_transfer_params, Mapping):
+            raise InvalidRequest(
+                f"kv_transfer_params: expected an object, got {kv_transfer_params!r}", param="kv_transfer_params"
+            )
         grammars = self._grammars_of(params)
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -194,11 +213,57 @@ class InputProcessor:
             eos_token_id=self.tokenizer.eos_token_id if self.tokenizer else None,
             stop_token_ids=self._stop_token_ids(params),
             compile_grammar=grammars,
+            kv_transfer_params=None if kv_transfer_params is None else dict(kv_transfer_params),
             media=placed.media,
             rope_positions=placed.rope_positions,
             position_delta=placed.position_delta,
+            adapter=self._adapter(lora),
             is_enforceable=grammars.first if grammars is not None else None,
         )
+
+    def process_embedding(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: str | None = None,
+        options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
+    ) -> EngineRequest:
+        """A prompt to embed, ready for the engine.
+
+        Raises:
+            InvalidRequest: anything the engine could not serve; names the field.
+        """
+        arrival_time = self.clock()
+        if not self.embeds:
+            raise InvalidRequest("this model generates text and makes no embeddings", remedy="use generate or chat")
+        media = self._read_media(prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None)
+        if media:
+            raise InvalidRequest("multi_modal_data: embeddings are made of text only", param="multi_modal_data")
+        text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options, has_media=False)
+        token_ids = self._truncated(token_ids, options, self.max_model_len)
+        self._check_prompt(PlacedPrompt(token_ids), num_generated=0)
+        _check_place(priority, cache_salt)
+        return EngineRequest(
+            id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=_EMBEDDING_PARAMS,
+            arrival_time=arrival_time,
+            max_total_tokens=len(token_ids) + 1,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter=self._adapter(lora),
+        )
+
+    def _adapter(self, name: str | None) -> AdapterRef | None:
+        if name is None:
+            return None
+        if self.find_adapter is None:
+            raise InvalidRequest("lora: this engine runs without adapters", param="lora", remedy="use --enable-lora")
+        return self.find_adapter(name)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """Parameters with the model's own recommendations where `given` says nothing."""
@@ -220,8 +285,15 @@ class InputProcessor:
             raise InvalidRequest("prompt: this engine has no tokenizer; pass prompt_token_ids", param="prompt")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
 
-    def _read_media(self, prompt: Prompt) -> list[Media]:
-        data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    def place(self, token_ids: list[int], multi_modal_data: Mapping[str, Any]) -> PlacedPrompt:
+        """The prompt with the placeholders of its media replaced: all the work that media need before a step.
+
+        Raises:
+            InvalidRequest: media the model does not take, or that do not belong to the prompt's placeholders.
+        """
+        return self._placed(token_ids, self._read_media(multi_modal_data), DEFAULT_PROMPT_OPTIONS)
+
+    def _read_media(self, data: Any) -> list[Media]:
         if data is None:
             return []
         return checked_media(data, self.media.kinds if self.media is not None else (), self.media_limits)
@@ -236,16 +308,20 @@ class InputProcessor:
             )
         checked_token_ids("prompt", token_ids, self.vocab_size)
         items = [self.media.prepare(item) for item in media]
+        placed = self.media.place(token_ids, items)
         if self.max_whole_media is not None:
-            for item in items:
-                if item.num_rows > self.max_whole_media:
+            for entry in placed.media:
+                if self.splits_media and not entry.item.sees_itself:
+                    continue
+                longest = max(stop - start for start, stop in entry.spans)
+                if longest > self.max_whole_media:
                     raise InvalidRequest(
-                        f"{item.kind}: its {item.num_rows} tokens are computed in one step, which holds at most"
-                        f" {self.max_whole_media}",
-                        param=item.kind,
+                        f"{entry.item.kind}: its {longest} tokens side by side are computed in one step, which holds at"
+                        f" most {self.max_whole_media}",
+                        param=entry.item.kind,
                         remedy="raise --max-num-batched-tokens or --long-prefill-token-threshold",
                     )
-        return self.media.place(token_ids, items)
+        return placed
 
     def _read_prompt(
         self, prompt: Prompt, cache_salt: str | None, options: PromptOptions, *, has_media: bool
@@ -269,7 +345,7 @@ class InputProcessor:
             raise InvalidRequest(f"prompt: expected text or token ids, got {type(prompt).__name__}", param="prompt")
         return None, [*cast("Sequence[int]", prompt)], cache_salt
 
-    def _truncated(self, token_ids: list[int], options: PromptOptions) -> list[int]:
+    def _truncated(self, token_ids: list[int], options: PromptOptions, longest: int) -> list[int]:
         limit = options.truncate_prompt_tokens
         if limit is None:
             return token_ids
@@ -282,23 +358,24 @@ class InputProcessor:
             raise InvalidRequest(
                 f"truncation_side: expected left or right, got {options.truncation_side!r}", param="truncation_side"
             )
-        keep = self.max_model_len - 1 if limit == -1 else limit
+        keep = longest if limit == -1 else limit
         return token_ids[-keep:] if options.truncation_side == "left" else token_ids[:keep]
 
-    def _check_prompt(self, placed: PlacedPrompt) -> None:
+    def _check_prompt(self, placed: PlacedPrompt, *, num_generated: int) -> None:
         token_ids = placed.token_ids
         if not token_ids:
             raise InvalidRequest(
                 "prompt: no tokens; this tokenizer adds no beginning of sequence, so an empty text says nothing",
                 param="prompt",
             )
-        if len(token_ids) > self.max_model_len - 1:
+        if len(token_ids) > self.max_model_len - num_generated:
             num_media = sum(item.item.num_rows for item in placed.media)
             of_media = f" ({num_media} of them for {len(placed.media)} media items)" if num_media else ""
             smaller = "send smaller media" if num_media else "shorten the prompt"
+            to_generate = " and one to generate" if num_generated else ""
             raise InvalidRequest(
                 f"prompt: {len(token_ids)} tokens{of_media}, but the context of {self.max_model_len} tokens leaves room"
-                f" for at most {self.max_model_len - 1} and one to generate",
+                f" for at most {self.max_model_len - num_generated}{to_generate}",
                 param="prompt",
                 remedy=f"{smaller}, or raise --max-model-len where it is below the model's own limit",
             )
@@ -388,6 +465,20 @@ class InputProcessor:
         if self.compile_grammar is None:
             raise InvalidRequest("structured_outputs: this engine has no grammar backend", param="structured_outputs")
         return _Grammars(self.compile_grammar, constraint, self.compile_grammar(constraint))
+
+
+_EMBEDDING_PARAMS = SamplingParams(
+    max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL_ONLY
+)
+"""What the engine's own machinery needs to know of a prompt that generates nothing."""
+
+
+def _check_place(priority: object, cache_salt: object) -> None:
+    """Refuse a place in the queue or the cache that cannot be."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequest(f"priority: expected an integer, got {priority!r}", param="priority")
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise InvalidRequest(f"cache_salt: expected a non-empty string, got {cache_salt!r}", param="cache_salt")
 
 
 @dataclass(slots=True)

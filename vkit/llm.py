@@ -9,16 +9,20 @@ import itertools
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from vkit.beam_search import BeamSearchParams, beam_search
 from vkit.config import EngineArgs
-from vkit.engine_thread import EngineThread
+from vkit.engine_thread import EngineThread, close_with
 from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, EngineRequest, Prompt, PromptOptions, checked_token_ids
 from vkit.loading import LoadedModel, ProgressCallback, load_model
+from vkit.media import KINDS, Media, MediaKind
+from vkit.media.conversation import split_media
 from vkit.metrics import MetricFamily
+from vkit.pooling import shortened
 from vkit.scoring import LabelScores, continuation_logprob, label_scores
 from vkit.text.tokenizer import Tokenizer
 from vkit.types import FinishReason, OutputKind, RequestOutput, SamplingParams
@@ -46,6 +50,7 @@ class LLM:
         self._loaded = loaded
         self._inputs = loaded.inputs
         self._thread = EngineThread(loaded.engine)
+        close_with(self, self._thread, loaded.close)
         self._names = itertools.count(1)
 
     def __enter__(self) -> LLM:
@@ -65,9 +70,13 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> list[RequestOutput]:
         """One output per prompt, in the same order. One `params` serves all prompts, a list gives each its own.
+
+        `kv_transfer_params` are for the cache connector; without one they have no effect.
 
         Raises:
             InvalidRequest: before anything runs; names the field.
@@ -85,12 +94,18 @@ class LLM:
                 request_id=self._name(),
                 priority=place,
                 cache_salt=cache_salt,
+                kv_transfer_params=kv_transfer_params,
+                lora=lora,
                 options=options,
             )
             for prompt, own, place in zip(listed, chosen, priorities, strict=True)
         ]
         for request in requests:
             _check_enforceable(request)
+        return self._run_all(requests)
+
+    def _run_all(self, requests: list[EngineRequest]) -> list[RequestOutput]:
+        """The last output of each request, in order."""
         inbox = _Inbox()
         keys = [self._thread.submit(request, _Slot(inbox, index)) for index, request in enumerate(requests)]
         results: list[RequestOutput | None] = [None] * len(keys)
@@ -111,6 +126,7 @@ class LLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> Iterator[RequestOutput]:
         """What is new after each step. Closing the iterator early aborts the request.
@@ -128,6 +144,7 @@ class LLM:
             request_id=self._name(),
             priority=priority,
             cache_salt=cache_salt,
+            lora=lora,
             options=options,
         )
         _check_enforceable(request)
@@ -156,8 +173,12 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         """One output per conversation; `messages` is one conversation or a list of them.
+
+        Parts of a message's content may bring media: {"type": "image_url", "image_url": {"url": URL}}, or
+        {"type": "image", "image": item} with an `ImageMedia`, a picture of Pillow, an array, a path or a URL.
 
         Raises:
             InvalidRequest: no chat template, no messages, or the template refused them.
@@ -170,7 +191,10 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(
-            prompts, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
+            prompts,
+            params if params is not None else self._chat_params(),
+            lora=lora,
+            options=_told(chat_template_kwargs),
         )
 
     def chat_stream(
@@ -182,12 +206,33 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str | None = None,
     ) -> Iterator[RequestOutput]:
         """The answer to one conversation as it comes."""
         prompt = self._chat_prompt(messages, tools, add_generation_prompt, chat_template, chat_template_kwargs)
         return self.stream(
-            prompt, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
+            prompt,
+            params if params is not None else self._chat_params(),
+            lora=lora,
+            options=_told(chat_template_kwargs),
         )
+
+    def with_placeholders(self, text: str, media: Mapping[MediaKind, Sequence[Media]]) -> str:
+        """A prompt with a placeholder for every item: those that `text` lacks go before it.
+
+        Raises:
+            InvalidRequest: media of a kind the model does not take.
+        """
+        processor = self._inputs.media
+        missing = []
+        for kind in KINDS:
+            items = media.get(kind, ())
+            if items and (processor is None or kind not in processor.kinds):
+                raise InvalidRequest(f"{kind}: this model takes no {kind} input", param=kind)
+            if items and processor is not None:
+                mark = processor.placeholder(kind)
+                missing.extend([mark] * (len(items) - text.count(mark)))
+        return "".join(missing) + text
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
         """The likeliest `beam_width` continuations of each prompt, best first.
@@ -223,6 +268,33 @@ class LLM:
         for output in outputs:
             _check(output)
         return outputs
+
+    # Embeddings
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        lora: str | None = None,
+        options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
+    ) -> list[list[float]]:
+        """One vector of length 1 per prompt, in the same order; `dimensions` shortens it where the model allows that.
+
+        Raises:
+            InvalidRequest: the model generates text, a prompt it cannot take, or a size it was not trained for.
+        """
+        requests = [
+            self._inputs.process_embedding(prompt, request_id=self._name(), lora=lora, options=options)
+            for prompt in _prompt_list(prompts)
+        ]
+        form = self._loaded.embedding
+        assert form is not None, "process_embedding refuses models that do not embed"
+        form.check_dimensions(dimensions)
+        outputs = self._run_all(requests)
+        for output in outputs:
+            _check(output)
+        return [shortened(output.embedding or [], dimensions) for output in outputs]
 
     # Scoring
 
@@ -321,6 +393,30 @@ class LLM:
             variables=chat_template_kwargs,
         )
 
+    # Adapters
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, for `lora=` of the methods above."""
+        return self._loaded.required_adapters.names()
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Load an adapter in PEFT's layout under a name.
+
+        Raises:
+            InvalidRequest: the engine runs without adapters (`enable_lora`), or the name is taken.
+            CheckpointError: the adapter is damaged, unsupported, or made for another model.
+        """
+        self._loaded.required_adapters.load(name, Path(path))
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter; requests under way finish with it.
+
+        Raises:
+            InvalidRequest: there is none of that name.
+        """
+        self._loaded.required_adapters.unload(name)
+
     # Control
 
     def reset_prefix_cache(self) -> bool:
@@ -364,6 +460,7 @@ class LLM:
         chat_template: str | None,
         variables: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
+        messages, media = split_media(messages)
         token_ids = self._loaded.encode_chat(
             messages,
             tools=tools,
@@ -371,7 +468,7 @@ class LLM:
             chat_template=chat_template,
             variables=variables,
         )
-        return {"prompt_token_ids": token_ids}
+        return {"prompt_token_ids": token_ids, "multi_modal_data": media or None}
 
 
 def _told(chat_template_kwargs: Mapping[str, Any] | None) -> PromptOptions:

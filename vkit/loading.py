@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from vkit import discovery, kernels
-from vkit.cache.groups import LayerCacheSpec, group_layers
+from vkit.adapters import AdapterRegistry, let_listen, open_adapters
+from vkit.cache.connector import ConnectorContext, KVConnector, TransferReport, WorkerSide
+from vkit.cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from vkit.config import (
     CacheGroupFacts,
     DeviceFacts,
@@ -27,18 +29,27 @@ from vkit.config import (
     resolve_dtype,
     resolve_kv_cache_dtype,
 )
+from vkit.connectors import cache_identity, make_connector
+from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
+from vkit.kv_transfer import KVTransferConfig
+from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
+from vkit.loaders.mmproj import ProjectedCheckpoint
+from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
-from vkit.models import HFConfig, build_model, create_model
+from vkit.media import KINDS, MediaProcessor
+from vkit.media.conversation import with_placeholders
+from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
 from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
+from vkit.pooling import EmbeddingForm, Pooling, embedding_form
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan, StepSamples
@@ -72,31 +83,44 @@ class ResidentModel:
         checkpoint: Checkpoint,
         config: EngineConfig,
         progress: ProgressCallback | None,
+        worker: WorkerSide | None = None,
         drafting: DraftPlan | None = None,
     ) -> None:
-        """`drafting`: how tokens are drafted, if they are."""
+        """`worker` moves cache entries for a connector. `drafting`: how tokens are drafted, if they are."""
         self._checkpoint = checkpoint
         self._config = config
+        self._worker = worker
         self._drafting = drafting
         self._drafter: Drafter | None = None
-        self._model: CausalLM | None = None
-        self._load_weights(progress)
+        self._switch = AdapterSwitch() if config.enable_lora else None
+        self._model: CausalLM | None = self._build(progress)
         self._runner: Runner | None = self._new_runner()
+
+    def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
+        config, drafting = self._config, self._drafting
+        has_head = has_draft_head(config.speculation, self._checkpoint)
+        model = build_model(self._checkpoint, config, progress, has_draft_head=has_head)
+        if self._switch is not None:
+            let_listen(model, self._switch)
+        if drafting is not None and drafting.drafts_with_model:
+            self._drafter = drafting.build(model, config)
+        return model
 
     copies_states = Runner.copies_states
 
-    def _load_weights(self, progress: ProgressCallback | None = None) -> None:
-        config, drafting = self._config, self._drafting
-        self._model = build_model(
-            self._checkpoint, config, progress, has_draft_head=has_draft_head(config.speculation, self._checkpoint)
-        )
-        if drafting is not None and drafting.drafts_with_model:
-            self._drafter = drafting.build(self._model, config)
-
     def _new_runner(self) -> Runner:
         assert self._model is not None, "weights come before the cache"
+        config = self._config
         specs = self._drafting.specs if self._drafting is not None else ()
-        return Runner(self._model, self._config, self._config.num_blocks, drafter=self._drafter, draft_specs=specs)
+        return Runner(
+            self._model,
+            config,
+            config.num_blocks,
+            self._switch,
+            self._worker,
+            drafter=self._drafter,
+            draft_specs=specs,
+        )
 
     def draft(self, plan: Plan, samples: StepSamples) -> list[Drafts]:
         """Drafts for each item of the step that was run last."""
@@ -113,6 +137,16 @@ class ResidentModel:
         assert self._runner is not None, "a sleeping model runs no steps"
         return self._runner.execute(step)
 
+    def exchange(self, meta: Any) -> None:
+        """Let a cache connector work without a step."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        self._runner.exchange(meta)
+
+    def transfer_report(self) -> TransferReport:
+        """What became of a connector's loads and sends."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        return self._runner.transfer_report()
+
     def sleep(self, level: int) -> None:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
         self._runner = None
@@ -122,7 +156,7 @@ class ResidentModel:
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
         if self._model is None and "weights" in tags:
-            self._load_weights()
+            self._model = self._build()
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
@@ -152,6 +186,21 @@ class LoadedModel:
     """What requests may call the model; the first is shown."""
     chat_template_content_format: str = "auto"
     on_close: Callable[[], None] = lambda: None
+    embedding: EmbeddingForm | None = None
+    """What the vectors are like, where the model makes embeddings."""
+    adapters: AdapterRegistry | None = None
+    """What requests may choose among; None: the engine runs without adapters."""
+
+    @property
+    def required_adapters(self) -> AdapterRegistry:
+        """The adapters.
+
+        Raises:
+            InvalidRequest: the engine runs without any.
+        """
+        if self.adapters is None:
+            raise InvalidRequest("lora: this engine runs without adapters", param="lora", remedy="use --enable-lora")
+        return self.adapters
 
     @property
     def required_tokenizer(self) -> Tokenizer:
@@ -201,6 +250,8 @@ class LoadedModel:
             raise InvalidRequest(
                 "the model has no chat template", param="messages", remedy="give one with --chat-template"
             )
+        if self.inputs.media is not None and template.content_format == "string":
+            messages = with_placeholders(messages, self.inputs.media)
         return template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **dict(variables or {})
         )
@@ -254,6 +305,9 @@ class CheckedModel:
     """How replies are read."""
     processors: tuple[_Processor, ...] = ()
     """Batch-level logits processors, installed and named."""
+    embedding: EmbeddingForm | None = None
+    adapters: AdapterRegistry | None = None
+    media: MediaProcessor | None = None
     drafting: DraftPlan | None = None
     """How tokens are drafted, if they are."""
 
@@ -266,18 +320,22 @@ class CheckedModel:
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
         torch.set_num_threads(config.threads)
         kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
+        groups = group_layers(list(self.cache_specs))
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins = [processor.build(vocab_size) for processor in self.processors]
         checks = tuple(processor.check for processor in self.processors if processor.check is not None)
         if self.drafting is not None:
             check_plugins(plugins)
             checks = (*checks, check_processors)
-        resident = ResidentModel(checkpoint, config, progress, self.drafting)
+        announced = _Announced()
+        connector = self._connector(groups, announced)
+        worker = None if connector is None else connector.worker
+        resident = ResidentModel(checkpoint, config, progress, worker, self.drafting)
         proposer = _proposer(self.drafting, resident) if self.drafting is not None else None
-        groups = group_layers(list(self.cache_specs))
-        engine = Engine(
-            engine_settings(config, vocab_size), resident, groups, tokenizer, plugins=plugins, proposer=proposer
-        )
+        embedding = self.embedding
+        own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
+        engine = Engine(own, resident, groups, tokenizer, plugins=plugins, proposer=proposer, connector=connector)
+        announced.engine = engine
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -288,6 +346,14 @@ class CheckedModel:
             compile_grammar=grammars.compile,
             reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
+            media=self.media,
+            media_limits={
+                kind: config.limit_mm_per_prompt[kind] for kind in KINDS if kind in config.limit_mm_per_prompt
+            },
+            max_whole_media=_max_whole_media(config),
+            splits_media=not config.disable_chunked_mm_input,
+            embeds=embedding is not None,
+            find_adapter=self.adapters.find if self.adapters is not None else None,
         )
         settings = {"architecture": checkpoint.architecture, **_shown(config)}
         settings["logits_processors"] = [processor.name for processor in self.processors]
@@ -307,7 +373,37 @@ class CheckedModel:
             config.served_model_name,
             config.chat_template_content_format,
             on_close=close,
+            embedding=embedding,
+            adapters=self.adapters,
         )
+
+    def _connector(self, groups: list[CacheGroup], announced: _Announced) -> KVConnector | None:
+        chosen = self.config.kv_transfer_config
+        if chosen is None:
+            return None
+        return make_connector(
+            ConnectorContext(
+                config=chosen,
+                groups=tuple(groups),
+                block_size=self.config.block_size,
+                identity=cache_identity(self.config, self.checkpoint, self.cache_specs),
+                model_name=self.checkpoint.name,
+                dtype=self.config.kv_cache_dtype,
+                specs=tuple(self.cache_specs),
+                notify=announced,
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Announced:
+    """Wakes the engine, once there is one."""
+
+    engine: Engine | None = None
+
+    def __call__(self) -> None:
+        if self.engine is not None:
+            self.engine.wake()
 
 
 def check_model(args: EngineArgs) -> CheckedModel:
@@ -322,7 +418,9 @@ def check_model(args: EngineArgs) -> CheckedModel:
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
     device = find_device(args.device)
-    checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
+    checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
+    if args.mmproj is not None:
+        checkpoint = ProjectedCheckpoint(checkpoint, Path(args.mmproj), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
         if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
@@ -340,14 +438,64 @@ def check_model(args: EngineArgs) -> CheckedModel:
         text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
     )
     described = describe_model(checkpoint, args, device)
-    config = args.resolve(described.facts, _device_facts(device))
+    embeds = getattr(model_class(checkpoint.architecture), "embeds", False)
+    embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
+    media = _media_processor(checkpoint, args, device, tokenizer)
+    facts = dataclasses.replace(described.facts, media_kinds=media.kinds if media is not None else ())
+    config = args.resolve(facts, _device_facts(device))
     if described.drafting is not None:
+        if described.drafting.drafts_with_model and args.kv_transfer_config is not None:
+            method = described.drafting.settings.method
+            raise UsageError(
+                f"--kv-transfer-config: cannot go with drafts of {method}, whose own cache entries no connector keeps",
+                remedy="use the ngram method, or leave one of them out",
+            )
+        if embedding is not None:
+            raise UsageError(f"--speculative-config: {checkpoint.name} makes embeddings and generates no tokens")
         config = dataclasses.replace(config, speculation=described.drafting.settings)
     for note in config.notes:
         logger.warning("%s", note)
+    adapters = _adapters(checkpoint, config) if config.enable_lora else None
     return CheckedModel(
-        config, checkpoint, tokenizer, template, described.specs, parsers, processors, described.drafting
+        config,
+        checkpoint,
+        tokenizer,
+        template,
+        described.specs,
+        parsers,
+        processors,
+        embedding,
+        adapters,
+        media,
+        described.drafting,
     )
+
+
+def _media_processor(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device, tokenizer: Tokenizer
+) -> MediaProcessor | None:
+    """How the model takes media; None if it takes text only."""
+    context = MediaContext(
+        checkpoint.preprocessor_config("image"),
+        checkpoint.preprocessor_config("video"),
+        tokenizer.token_text,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.token_id,
+    )
+    return create_model(checkpoint, _provisional(args, checkpoint, device)).media_processor(context)
+
+
+def _max_whole_media(config: EngineConfig) -> int:
+    """Most tokens of one item that a step can hold."""
+    return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
+
+
+def _adapters(checkpoint: Checkpoint, config: EngineConfig) -> AdapterRegistry:
+    """The adapters named at start."""
+    modules = dict(item.split("=", 1) for item in config.lora_modules)
+    for name in modules.keys() & set(config.served_model_name):
+        raise UsageError(f"--lora-modules: {name!r} is the name of the model itself")
+    return open_adapters(checkpoint, config, {name: Path(path) for name, path in modules.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,16 +547,19 @@ def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> Lo
     return check_model(args).load(progress)
 
 
-def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
-    """The engine's own part of the configuration."""
+def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | None = None) -> EngineSettings:
+    """The engine's own part of the configuration. A model that embeds fills its context with the prompt alone."""
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
+        max_model_len=config.max_model_len + (pooling is not None),
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
+        max_num_encoder_input_tokens=config.max_num_encoder_input_tokens,
+        disable_chunked_mm_input=config.disable_chunked_mm_input,
+        max_loras=config.max_loras,
     )
     return EngineSettings(
         limits=limits,
@@ -423,7 +574,12 @@ def engine_settings(config: EngineConfig, vocab_size: int) -> EngineSettings:
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
         cache_dtype=config.kv_cache_dtype,
+        prefix_caching_seed=None if config.kv_transfer_config is None else SHARED_HASH_SEED,
+        loads_kv=config.kv_transfer_config is None or config.kv_transfer_config.loads,
+        recomputes_kv=config.kv_transfer_config is not None
+        and config.kv_transfer_config.kv_load_failure_policy == "recompute",
         measures_blocks=config.kv_cache_metrics,
+        pooling=pooling,
     )
 
 
@@ -460,7 +616,9 @@ def _model_facts(
     num_states = 1 + (drafting.num_drafts if drafting is not None else 0)
     for group in group_layers(specs):
         units = [spec.bytes_per_unit for spec in (specs[layer] for layer in group.layers) if spec is not None]
-        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window, num_states))
+        granule = max(spec.granule for spec in (specs[layer] for layer in group.layers) if spec is not None)
+        sizes = (str(group.kind), len(group.layers), max(units), group.window, granule, num_states)
+        groups.append(CacheGroupFacts(*sizes))
     config = HFConfig(checkpoint.config)
     num_experts = config.optional_integer(*_EXPERT_KEYS)
     per_token, per_seq = _activation_bytes(config)
@@ -570,4 +728,10 @@ def _shown(config: EngineConfig) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if config.speculation is not None:
         values["speculation"] = dataclasses.asdict(config.speculation)
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, KVTransferConfig):
+        return {**value.as_json(), "kv_connector_extra_config": "set" if value.kv_connector_extra_config else None}
+    return dict(value) if isinstance(value, Mapping) else value

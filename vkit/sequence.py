@@ -65,6 +65,18 @@ class Grammar(Protocol):
         """Return to the start."""
 
 
+class AdapterRef(Protocol):
+    """A low-rank adapter as the host knows it."""
+
+    @property
+    def name(self) -> str:
+        """What requests call it."""
+
+    @property
+    def key(self) -> str:
+        """What keys and values computed with it depend on: the name and a digest of the weights."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence inside the engine core."""
@@ -89,6 +101,12 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """params.bad_words as token ids."""
     reads_prefix_cache: bool = True
+    adapter: AdapterRef | None = None
+    """The low-rank adapter it runs with."""
+    wants_all_rows: bool = False
+    """Whether every prompt position's row is wanted of the model, not only the last."""
+    embedding: list[float] | None = None
+    """What an engine that embeds made of the prompt."""
     thinking: ThinkingBudget | None = None
     """How long the model may reason."""
     grammar: Grammar | None = None
@@ -110,6 +128,20 @@ class Sequence:
     """Sampled positions whose token id has not come back yet (asynchronous scheduling)."""
     num_in_flight: int = 0
     """Plans that name this sequence and are not committed yet; its blocks outlive them."""
+    num_external_tokens: int = 0
+    """Of the computed tokens, those that a cache connector brought."""
+    external_source: str = "external_unspecified"
+    """The tier they came from, one of metrics.CACHED_SOURCES."""
+    is_loading: bool = False
+    """Whether the bytes of external tokens are not yet known to be in the blocks."""
+    skips_external: bool = False
+    """Whether a cache connector is not to be asked any more."""
+    void_step: int = 0
+    """Results of plans up to this step are void: they were computed from entries that never arrived."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the client said to the cache connector."""
+    kv_transfer_reply: dict[str, Any] | None = None
+    """What the cache connector says to the client."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Guesses at the tokens that follow, to be verified by the next step; they are no part of token_ids."""
     num_verifications: int = 0
@@ -270,6 +302,8 @@ class Plan:
     """Sequences that ended since the last plan: their state rows may be dropped."""
     state_copies: list[StateCopy] = field(default_factory=list)
     """To be done in this order, before anything of the step is written."""
+    connector_meta: Any = None
+    """What the cache connector's worker half loads and stores with this step."""
     media: MediaOrders = field(default_factory=MediaOrders)
 
     @property
@@ -286,6 +320,8 @@ class StepSamples:
     """Accepted tokens per item; empty where the item does not sample."""
     logprobs: list[list[PositionLogprobs] | None]
     """One entry per token where log-probabilities were asked for."""
+    complete: set[int] = field(default_factory=set)
+    """Indices of items whose sequence is done without a token: its embedding is made."""
     errors: dict[int, str] = field(default_factory=dict)
     """Item index -> what went wrong with this row alone."""
     num_corrupted: int = 0

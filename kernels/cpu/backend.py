@@ -23,7 +23,9 @@ OPS = frozenset(
         *("add_rms_norm", "layer_norm", "rms_norm", "qk_norm_rope", "rope"),
         *("embedding", "linear", "quantized_embedding", "quantized_linear"),
         *("paged_attention", "write_kv"),
-        "draw",
+        *("draw", "head_linear", "largest", "replace_ids", "scale_rows", "scaled_linear"),
+        *("route_experts", "route_scored_experts", "run_experts"),
+        *("causal_conv1d", "gated_delta_net", "log_decay", "mamba2_scan"),
     }
 )
 """Each a method of Operations."""
@@ -39,7 +41,8 @@ def _backend() -> dispatch.Backend:
     operations = Operations(library, dict(dispatch.reference_ops()))
 
     def find(op: str, dtype: torch.dtype, /) -> dispatch.Op | None:
-        found: dispatch.Op | None = getattr(operations, op) if op in OPS and dtype in DTYPE_IDS else None
+        fits = dtype in DTYPE_IDS or op == "replace_ids"
+        found: dispatch.Op | None = getattr(operations, op) if op in OPS and fits else None
         return found
 
     def wrap_step(step: StepFunction) -> StepFunction:

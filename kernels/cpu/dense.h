@@ -18,6 +18,7 @@ struct Dense {
     void* out;
     int64_t m, rows, k, x_stride, weight_stride, stride;
     int32_t x_dtype, weight_dtype, dtype;
+    float scale;  // of the product
 };
 
 #if defined(__AVX512BW__)
@@ -98,7 +99,7 @@ void dense_block(const Dense& g, int64_t row_begin, int64_t row_end, int64_t beg
             for (int t = 0; t < height; ++t) {
                 void* out = row_at(g.out, (token + t) * g.stride, g.dtype);
                 for (int i = 0; i < width; ++i)
-                    store_one(out, g.dtype, row + i, sums[TILE * t + i] + (g.bias ? g.bias[row + i] : 0.0f));
+                    store_one(out, g.dtype, row + i, sums[TILE * t + i] * g.scale + (g.bias ? g.bias[row + i] : 0.0f));
             }
         }
         token += height;
@@ -122,11 +123,32 @@ void op_dense(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     g.weight_stride = op->n[5];
     g.dtype = (int32_t)op->n[6];
     g.stride = op->n[7];
+    g.scale = 1.0f;
     const int64_t chunks = (g.m + DENSE_TOKENS - 1) / DENSE_TOKENS, blocks = (g.rows + DENSE_ROWS - 1) / DENSE_ROWS;
     vk_for_each(ctx, chunks * blocks, [&](int64_t item) {
         const int64_t row = item % blocks * DENSE_ROWS, token = item / blocks * DENSE_TOKENS;
         const int64_t row_end = row + DENSE_ROWS < g.rows ? row + DENSE_ROWS : g.rows;
         dense_block(g, row, row_end, token, token + DENSE_TOKENS < g.m ? token + DENSE_TOKENS : g.m);
+    });
+}
+
+// p: x (T, H, I), weight (H, O, I), out (T, H, O). n: weight dtype, O, I, x dtype, x stride, H, out dtype, stride of x
+// heads, strides of the weight's heads and rows.
+void op_head_dense(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t heads = op->n[5], rows = op->n[1], k = op->n[2];
+    Dense all = {};
+    all.m = vk_rows(op, step), all.rows = rows, all.k = k;
+    all.x_stride = op->n[4], all.weight_stride = op->n[9], all.stride = heads * rows;
+    all.weight_dtype = (int32_t)op->n[0], all.x_dtype = (int32_t)op->n[3], all.dtype = (int32_t)op->n[6];
+    all.scale = 1.0f;
+    const int64_t blocks = (rows + DENSE_ROWS - 1) / DENSE_ROWS;
+    vk_for_each(ctx, heads * blocks, [&](int64_t item) {
+        const int64_t h = item / blocks, row = item % blocks * DENSE_ROWS;
+        Dense g = all;
+        g.x = (const char*)row_at(op->p[0], h * op->n[7], g.x_dtype);
+        g.weight = (const char*)row_at(op->p[1], h * op->n[8], g.weight_dtype);
+        g.out = row_at(op->p[2], h * rows, g.dtype);
+        dense_block(g, row, row + DENSE_ROWS < rows ? row + DENSE_ROWS : rows, 0, g.m);
     });
 }
 

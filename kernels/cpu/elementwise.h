@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "narrow.h"
 #include "rows.h"
 
 namespace {
@@ -24,13 +25,14 @@ VK_INLINE VF norm_value(VF x, VF inverse, const VkOp* op, int32_t dtype, int64_t
 }
 
 // p: x, weight or null, residual or null, out or null, sum out (with a residual), blocks out or null.
-// n: C, dtype, x stride, residual stride, out stride, weight dtype, block kind, sum stride. f: eps, offset.
+// n: C, dtype, x stride, residual stride, out stride, weight dtype, block kind, sum stride, inner rows of x and their
+// stride. f: eps, offset.
 // The sum is rounded to the dtype before it is normed. Source: Zhang and Sennrich 2019, eq. 4.
 void op_rms_norm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     const int64_t m = vk_rows(op, step), c = op->n[0];
     const int32_t dtype = (int32_t)op->n[1];
     vk_for_each(ctx, m, [&](int64_t row) {
-        const void* x = row_at(op->p[0], row * op->n[2], dtype);
+        const void* x = row_at(op->p[0], row_offset(row, op->n[2], op->n[8], op->n[9]), dtype);
         if (op->p[2]) {
             const void* residual = row_at(op->p[2], row * op->n[3], dtype);
             void* sum = row_at(op->p[4], row * op->n[7], dtype);
@@ -186,8 +188,9 @@ void op_write_kv(const VkOp* op, const VkStep* step, VkCtx* ctx) {
             const int64_t* strides = op->n + 11 + 3 * part;
             for (int64_t h = 0; h < op->n[0]; ++h) {
                 const void* from = row_at(op->p[part], row * op->n[5 + part] + h * op->n[7 + part], dtype);
-                void* to = row_at(op->p[2 + part], block * strides[0] + h * strides[2], cache_dtype);
-                if (op->n[1]) write_tiled(op, part, from, dtype, to, offset);
+                void* to = (void*)cache_row(op->p[2 + part], block * strides[0] + h * strides[2], cache_dtype);
+                if (is_narrow(cache_dtype)) store_cached((char*)to + offset * strides[1], cache_dtype, from, dtype, op->n[2 + part]);
+                else if (op->n[1]) write_tiled(op, part, from, dtype, to, offset);
                 else convert_row(row_at(to, offset * strides[1], cache_dtype), cache_dtype, from, dtype, op->n[2 + part]);
             }
         }
@@ -212,7 +215,33 @@ void op_combine(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     });
 }
 
-enum Unary { UNARY_SILU = 1, UNARY_GELU_TANH, UNARY_GELU, UNARY_RELU, UNARY_RELU2, UNARY_SIGMOID, UNARY_TANH, UNARY_CAP };
+// p: x, factors, out. n: C, dtype, x stride, factors' dtype, distance of factors.
+void op_scale_rows(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t c = op->n[0];
+    const int32_t dtype = (int32_t)op->n[1];
+    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
+        const void* x = row_at(op->p[0], row * op->n[2], dtype);
+        const VF factor = vf_set1(load_one(op->p[1], (int32_t)op->n[3], row * op->n[4]));
+        for (int64_t i = 0; i < c; i += 16)
+            store_upto(row_at(op->p[2], row * c, dtype), dtype, i, c, vf_mul(load_upto(x, dtype, i, c), factor));
+    });
+}
+
+// p: ids int64, out, old ids. n: how many old ids, the new one.
+void op_replace_ids(const VkOp* op, const VkStep* step, VkCtx* ctx) {
+    const int64_t* old = (const int64_t*)op->p[2];
+    vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
+        int64_t id = ((const int64_t*)op->p[0])[row];
+        for (int64_t i = 0; i < op->n[0]; ++i)
+            if (id == old[i]) {
+                id = op->n[1];
+                break;
+            }
+        ((int64_t*)op->p[1])[row] = id;
+    });
+}
+
+enum Unary { UNARY_SILU = 1, UNARY_GELU_TANH, UNARY_GELU, UNARY_RELU, UNARY_RELU2, UNARY_SIGMOID, UNARY_TANH, UNARY_CAP, UNARY_SOFTPLUS };
 
 VK_INLINE VF act_sigmoid(VF x) { return vf_div(vf_set1(1.0f), vf_add(vf_set1(1.0f), vf_exp(vf_sub(vf_zero(), x)))); }
 // 2 sigmoid(2x) - 1 loses digits near zero, where the series takes over: its next term is below 1e-8 for |x| < 1/8.
@@ -229,6 +258,13 @@ VK_INLINE VF act_tanh(VF x) {
     for (int i = 0; i < 16; ++i) a[i] = fabsf(c[i]) < 0.125f ? b[i] : a[i];
     return vf_load(a);
 }
+VK_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+VK_INLINE VF act_softplus(VF x) {
+    float v[16];
+    vf_store(v, x);
+    for (int i = 0; i < 16; ++i) v[i] = softplus(v[i]);
+    return vf_load(v);
+}
 __attribute__((noinline)) VF unary_value(int64_t kind, float cap, VF x) {
     switch (kind) {
         case UNARY_SILU: return act_silu(x);
@@ -238,16 +274,17 @@ __attribute__((noinline)) VF unary_value(int64_t kind, float cap, VF x) {
         case UNARY_RELU2: x = vf_max(x, vf_zero()); return vf_mul(x, x);
         case UNARY_SIGMOID: return act_sigmoid(x);
         case UNARY_TANH: return act_tanh(x);
+        case UNARY_SOFTPLUS: return act_softplus(x);
         default: return vf_mul(act_tanh(vf_div(x, vf_set1(cap))), vf_set1(cap));
     }
 }
 
-// p: x, out. n: C, dtype, x stride, out stride, function. f: cap.
+// p: x, out. n: C, dtype, x stride, out stride, function, inner rows of x and their stride. f: cap.
 void op_unary(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     const int64_t c = op->n[0];
     const int32_t dtype = (int32_t)op->n[1];
     vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
-        const void* x = row_at(op->p[0], row * op->n[2], dtype);
+        const void* x = row_at(op->p[0], row_offset(row, op->n[2], op->n[5], op->n[6]), dtype);
         void* out = row_at(op->p[1], row * op->n[3], dtype);
         for (int64_t i = 0; i < c; i += 16)
             store_upto(out, dtype, i, c, unary_value(op->n[4], op->f[0], load_upto(x, dtype, i, c)));
@@ -255,12 +292,12 @@ void op_unary(const VkOp* op, const VkStep* step, VkCtx* ctx) {
 }
 
 // p: x, weight or null, bias or null, out. n: C, dtype, x stride, out stride, weight dtype, bias dtype, rows of the
-// weight (row t takes row t % rows of it). f: eps. Source: Ba, Kiros and Hinton 2016, eq. 3.
+// weight (row t takes row t % rows of it), inner rows of x and their stride. f: eps. Source: Ba, Kiros and Hinton 2016, eq. 3.
 void op_layer_norm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     const int64_t c = op->n[0];
     const int32_t dtype = (int32_t)op->n[1], weight_dtype = (int32_t)op->n[4], bias_dtype = (int32_t)op->n[5];
     vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
-        const void* x = row_at(op->p[0], row * op->n[2], dtype);
+        const void* x = row_at(op->p[0], row_offset(row, op->n[2], op->n[7], op->n[8]), dtype);
         void* out = row_at(op->p[3], row * op->n[3], dtype);
         const int64_t table = row % op->n[6] * c;
         VF sum = vf_zero();
@@ -289,19 +326,39 @@ void op_layer_norm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     });
 }
 
-// p: x float32, out int64. n: C, x stride. Ties go to the lowest index.
+// The largest of a row and where it first occurs; a NaN counts as largest.
+VK_INLINE float largest_of(const float* x, int64_t c, int64_t* where) {
+    constexpr int64_t PART = 512;
+    float top = -INFINITY;
+    int64_t part = 0;
+    for (int64_t begin = 0; begin < c; begin += PART) {
+        const int64_t end = begin + PART < c ? begin + PART : c;
+        VF best = vf_set1(-INFINITY), spoilt = vf_zero();
+        for (int64_t i = begin; i < end; i += 16) {
+            const VF v = i + 16 <= end ? vf_load(x + i) : load_upto(x, VK_F32, i, end);
+            spoilt = vf_max(spoilt, vf_select_lt(v, vf_set1(INFINITY), vf_zero(), vf_set1(1)));  // NaN or +inf
+            best = i + 16 <= end ? vf_max(v, best) : best;
+        }
+        float peak = vf_hmax(best);
+        for (int64_t i = end - (end - begin) % 16; i < end; ++i) peak = x[i] > peak ? x[i] : peak;
+        for (int64_t i = begin; vf_hmax(spoilt) > 0 && i < end; ++i)
+            if (x[i] != x[i]) {
+                *where = i;
+                return x[i];
+            }
+        if (peak > top) top = peak, part = begin;
+    }
+    const int64_t last = c - 1;
+    while (part < last && x[part] != top) ++part;
+    *where = part;
+    return top;
+}
+
+// p: x float32, out int64, out float32. n: C, x stride. Ties go to the lowest index.
 void op_argmax(const VkOp* op, const VkStep* step, VkCtx* ctx) {
-    const int64_t c = op->n[0];
     vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
         const float* x = (const float*)op->p[0] + row * op->n[1];
-        VF best = vf_set1(-INFINITY);
-        int64_t i = 0;
-        for (; i + 16 <= c; i += 16) best = vf_max(vf_load(x + i), best);
-        float top = vf_hmax(best);
-        for (; i < c; ++i) top = x[i] > top ? x[i] : top;
-        int64_t index = 0;
-        while (index < c - 1 && x[index] != top) ++index;
-        ((int64_t*)op->p[1])[row] = index;
+        ((float*)op->p[2])[row] = largest_of(x, op->n[0], (int64_t*)op->p[1] + row);
     });
 }
 

@@ -85,7 +85,7 @@ static const uint8_t VK_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 
 // codes(p, b, w): the codes of 32 inputs b.
 
 struct NoMin {
-    static constexpr bool MIN = false, HALVES = false, WIDE = false;
+    static constexpr bool MIN = false, HALVES = false, WIDE = false, IS_FP8 = false;
     static constexpr int SUPER = 32;
 };
 
@@ -414,5 +414,59 @@ struct NVFP4 : NoMin {
     VK_INLINE void codes(const uint8_t* p, int b, VB w[8]) { vk_open_e2m1(p + 64 + 256 * b, w); }
 };
 
+// Of quantised safetensors checkpoints: 16 float32 scales (and mins) for S inputs, then the codes of each 32. A row of the
+// "file" is what the caller puts together: scale, min, then per 32 inputs 16 bytes (input i low, i + 16 high) or 32.
+template <int S>
+struct W4 : NoMin {
+    static constexpr int FORMAT = S == 32 ? VK_W4_32 : VK_W4_128, ROW = 8 + S / 2, BYTES = 128 + 8 * S, BIAS = 0, SUPER = S;
+    static constexpr bool MIN = true;
+    static void pack(uint8_t* dst, int r, const uint8_t* src) {
+        for (int i = 0; i < 2; ++i) vk_put32(dst, 16 * i + r, vk_u32(src + 4 * i));
+        for (int b = 0; b < S / 32; ++b)
+            for (int j = 0; j < 4; ++j) vk_put32(dst + 128 + 256 * b, 16 * j + r, vk_u32(src + 8 + 16 * b + 4 * j));
+    }
+    VK_INLINE void scales(const uint8_t* p, VF* scale, VF* min) {
+        for (int b = 0; b < S / 32; ++b) {
+            scale[b] = vf_load((const float*)p);
+            min[b] = vf_load((const float*)p + 16);
+        }
+    }
+    VK_INLINE void codes(const uint8_t* p, int b, VB w[8]) { vk_open_nibbles(p + 128 + 256 * b, w); }
+};
+
+template <int S>
+struct W8 : NoMin {
+    static constexpr int FORMAT = S == 32 ? VK_W8_32 : VK_W8_128, ROW = 4 + S, BYTES = 64 + 16 * S, BIAS = 128, SUPER = S;
+    static constexpr bool WIDE = true;
+    static void pack(uint8_t* dst, int r, const uint8_t* src) {
+        vk_put32(dst, r, vk_u32(src));
+        for (int b = 0; b < S / 32; ++b)
+            for (int j = 0; j < 8; ++j) vk_put32(dst + 64 + 512 * b, 16 * j + r, vk_u32(src + 4 + 32 * b + 4 * j));
+    }
+    VK_INLINE void scales(const uint8_t* p, VF* scale, VF*) {
+        for (int b = 0; b < S / 32; ++b) scale[b] = vf_load((const float*)p);
+    }
+    VK_INLINE void codes(const uint8_t* p, int b, VB w[8]) {
+VK_UNROLL(8)
+        for (int j = 0; j < 8; ++j) w[j] = vi_load(p + 64 + 512 * b + 64 * j);
+    }
+};
+
+// E4M3 has no integer form: products with floats only.
+template <int S>
+struct F8 : W8<S> {
+    static constexpr int FORMAT = S == 32 ? VK_F8_32 : VK_F8_128;
+    static constexpr bool IS_FP8 = true;
+};
+
+using W4_32 = W4<32>;
+using W4_128 = W4<128>;
+using W8_32 = W8<32>;
+using W8_128 = W8<128>;
+using F8_32 = F8<32>;
+using F8_128 = F8<128>;
+
+#define VK_FOR_EACH_CODED(X) X(W4_32) X(W4_128) X(W8_32) X(W8_128)
+#define VK_FOR_EACH_FP8(X) X(F8_32) X(F8_128)
 #define VK_FOR_EACH_FORMAT(X) \
     X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4) X(NVFP4)

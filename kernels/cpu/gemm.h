@@ -15,6 +15,14 @@ constexpr int PREFETCH_BYTES = 1536;
 
 template <class F> constexpr int NUM_SCALES = F::SUPER / (F::HALVES ? 16 : 32);
 
+// Weights that serve a full piece are likely to serve another one; those of fewer rows pass by once. (Decoding a 0.5B Q4_0
+// model, one thread of an EPYC with 1 MB of L2: 5 % less time per step, and the host's code stays in the cache.)
+template <int R>
+VK_INLINE void prefetch_weight(const uint8_t* p) {
+    if (R == VK_MAX_ROWS) vk_prefetch(p);
+    else vk_prefetch_once(p);
+}
+
 // acc[r] (16 outputs of row r) of one piece of R rows.
 template <class F, int R>
 __attribute__((noinline)) void tile(const uint8_t* weight, const uint8_t* block, int64_t num_supers, VF out[R]) {
@@ -28,7 +36,7 @@ VK_UNROLL(16)
             constexpr int LINES = (F::BYTES / (F::SUPER / 32) + 63) / 64;
 VK_UNROLL(9)
             for (int i = 0; i < LINES; ++i)
-                vk_prefetch(weight + PREFETCH_BYTES + b * (F::BYTES / (F::SUPER / 32)) + 64 * i);
+                prefetch_weight<R>(weight + PREFETCH_BYTES + b * (F::BYTES / (F::SUPER / 32)) + 64 * i);
             VB w[8];
             F::codes(weight, b, w);
             const int8_t* x = (const int8_t*)block;
@@ -96,18 +104,20 @@ struct Gemm {
     const uint8_t *x, *weight, *up_weight;
     const float *bias, *up_bias;
     void* out;
-    int64_t m, rows, k, stride, epilogue, group_bytes, num_supers;
+    int64_t m, rows, k, stride, epilogue, group_bytes, num_supers, x_stride;
     int32_t dtype;
+    float scale;
 };
 
 // Bias, activation and the write of one piece's 16 columns; `up` is null without an epilogue.
 __attribute__((noinline)) void finish_piece(const Gemm& g, int64_t group, int64_t first, int rows, VF* acc, VF* up) {
     const int64_t column = 16 * group;
+    const VF scale = vf_set1(g.scale);  // of 1 for all but few: the sum's bits then stay what they are
     const VF bias = g.bias ? load_upto(g.bias, VK_F32, column, g.rows) : vf_zero();
     const VF up_bias = up && g.up_bias ? load_upto(g.up_bias, VK_F32, column, g.rows) : vf_zero();
     for (int r = 0; r < rows; ++r) {
-        VF value = vf_add(acc[r], bias);
-        if (up) value = vf_mul(act(g.epilogue, value), vf_add(up[r], up_bias));
+        VF value = vf_fma(acc[r], scale, bias);
+        if (up) value = vf_mul(act(g.epilogue, value), vf_fma(up[r], scale, up_bias));
         store_upto(row_at(g.out, (first + r) * g.stride, g.dtype), g.dtype, column, g.rows, value);
     }
 }
@@ -154,6 +164,8 @@ Gemm open_gemm(const VkOp* op, const VkStep* step) {
     g.dtype = (int32_t)op->n[3];
     g.stride = op->n[4];
     g.epilogue = op->n[5];
+    g.x_stride = op->n[6];
+    g.scale = op->f[0] != 0.0f ? op->f[0] : 1.0f;
     g.num_supers = 0;
     g.group_bytes = 0;
     return g;
@@ -175,12 +187,13 @@ void gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
 }
 
 // p: blocks, weight, bias or null, out, then with an epilogue the weight and bias of the second factor.
-// n: format, output columns, K, out dtype, out stride, epilogue (act(x W) * x V).
+// n: format, output columns, K, out dtype, out stride, epilogue (act(x W) * x V). f: factor of the product (0: none).
 void op_gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     switch (op->n[0]) {
 #define VK_CASE(F) \
     case F::FORMAT: return gemm<F>(op, step, ctx);
         VK_FOR_EACH_FORMAT(VK_CASE)
+        VK_FOR_EACH_CODED(VK_CASE)
 #undef VK_CASE
     }
 }
@@ -190,19 +203,26 @@ void op_gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
 // The 16 rows' values at input 4j + byte of an opened block.
 template <class F>
 VK_INLINE VF open_value(const VB w[8], int j, int byte, VF scale, VF min) {
-    const VI code = vi_add(vi_and(vi_shr(w[j], 8 * byte), vi_set1(255)), vi_set1(-F::BIAS));
-    const VF value = vf_mul(vf_from_vi(code), scale);
-    return F::MIN ? vf_sub(value, min) : value;
+    if constexpr (F::IS_FP8) {
+        // Sign, four exponent and three mantissa bits where a float32 has them, which makes the value 2^-120 too small:
+        // the factor puts that right, subnormals included.
+        const VI high = vi_shl(w[j], 24 - 8 * byte);
+        const VI bits = vi_or(vi_and(high, vi_set1(INT32_MIN)), vi_shr(vi_and(high, vi_set1(0x7f000000)), 4));
+        return vf_mul(vf_mul(vf_bits(bits), vf_set1(0x1p120f)), scale);
+    } else {
+        const VI code = vi_add(vi_and(vi_shr(w[j], 8 * byte), vi_set1(255)), vi_set1(-F::BIAS));
+        const VF value = vf_mul(vf_from_vi(code), scale);
+        return F::MIN ? vf_sub(value, min) : value;
+    }
 }
 
 template <class F, int R>
-__attribute__((noinline)) void exact_piece(const VkOp* op, int64_t group, int64_t first) {
-    const int64_t rows = op->n[1], k = op->n[2], x_stride = op->n[6], column = 16 * group;
-    const uint8_t* weight = (const uint8_t*)op->p[1] + group * (k / F::SUPER) * F::BYTES;
-    const float* x = (const float*)op->p[0] + first * x_stride;
+__attribute__((noinline)) void exact_piece(const Gemm& g, int64_t group, int64_t first) {
+    const uint8_t* weight = g.weight + group * g.group_bytes;
+    const float* x = (const float*)g.x + first * g.x_stride;
     VF acc[R];
     for (int r = 0; r < R; ++r) acc[r] = vf_zero();
-    for (int64_t i = 0; i < k; i += F::SUPER, weight += F::BYTES) {
+    for (int64_t i = 0; i < g.k; i += F::SUPER, weight += F::BYTES) {
         VF scale[NUM_SCALES<F>], min[F::MIN ? NUM_SCALES<F> : 1];
         F::scales(weight, scale, min);
         for (int b = 0; b < F::SUPER / 32; ++b) {
@@ -215,28 +235,28 @@ VK_UNROLL(4)
                     const VF value = open_value<F>(w, j, byte, scale[s], min[F::MIN ? s : 0]);
 VK_UNROLL(8)
                     for (int r = 0; r < R; ++r)
-                        acc[r] = vf_fma(value, vf_set1(x[r * x_stride + i + 32 * b + 4 * j + byte]), acc[r]);
+                        acc[r] = vf_fma(value, vf_set1(x[r * g.x_stride + i + 32 * b + 4 * j + byte]), acc[r]);
                 }
             }
         }
     }
-    const VF bias = op->p[2] ? load_upto(op->p[2], VK_F32, column, rows) : vf_zero();
-    for (int r = 0; r < R; ++r) {
-        void* out = row_at(op->p[3], (first + r) * op->n[4], (int32_t)op->n[3]);
-        store_upto(out, (int32_t)op->n[3], column, rows, vf_add(acc[r], bias));
-    }
+    finish_piece(g, group, first, R, acc, nullptr);
+}
+
+template <class F>
+void exact_rows(const Gemm& g, int64_t group) {
+    int64_t first = 0;
+#if VK_MAX_ROWS >= 4
+    for (; first + 8 <= g.m; first += 8) exact_piece<F, 8>(g, group, first);
+#endif
+    for (; first < g.m; ++first) exact_piece<F, 1>(g, group, first);
 }
 
 template <class F>
 void gemm_exact(const VkOp* op, const VkStep* step, VkCtx* ctx) {
-    const int64_t m = vk_rows(op, step);
-    vk_for_each(ctx, (op->n[1] + 15) / 16, [&](int64_t group) {
-        int64_t first = 0;
-#if VK_MAX_ROWS >= 4
-        for (; first + 8 <= m; first += 8) exact_piece<F, 8>(op, group, first);
-#endif
-        for (; first < m; ++first) exact_piece<F, 1>(op, group, first);
-    });
+    Gemm g = open_gemm(op, step);
+    g.group_bytes = g.k / F::SUPER * F::BYTES;
+    vk_for_each(ctx, (g.rows + 15) / 16, [&](int64_t group) { exact_rows<F>(g, group); });
 }
 
 // p: x float32, weight, bias or null, out. n: format, output rows, K, out dtype, out stride, -, x stride.
@@ -245,6 +265,8 @@ void op_gemm_exact(const VkOp* op, const VkStep* step, VkCtx* ctx) {
 #define VK_CASE(F) \
     case F::FORMAT: return gemm_exact<F>(op, step, ctx);
         VK_FOR_EACH_FORMAT(VK_CASE)
+        VK_FOR_EACH_CODED(VK_CASE)
+        VK_FOR_EACH_FP8(VK_CASE)
 #undef VK_CASE
     }
 }
@@ -285,6 +307,8 @@ void op_pack(const VkOp* op, const VkStep*, VkCtx* ctx) {
 #define VK_CASE(F) \
     case F::FORMAT: return pack<F>(op, ctx);
         VK_FOR_EACH_FORMAT(VK_CASE)
+        VK_FOR_EACH_CODED(VK_CASE)
+        VK_FOR_EACH_FP8(VK_CASE)
 #undef VK_CASE
     }
 }
@@ -368,30 +392,44 @@ void op_gemm_pairs(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     pairs::run(op, step, ctx);
 }
 
+// Row `row` of the M whose converted form begins at `out`, as products of this kind read it.
+void convert_activations(const void* x, int32_t dtype, int64_t k, int64_t kind, void* out, int64_t m, int64_t row) {
+    if (kind == KIND_FLOATS) {
+        for (int64_t i = 0; i < k; i += 16) store_upto((float*)out + row * k, VK_F32, i, k, load_upto(x, dtype, i, k));
+        return;
+    }
+    if (kind == KIND_PAIRS) {
+        int height;
+        const int64_t first = piece_of(m, row, &height);
+#if defined(__AVX512BW__)
+        if (HAS_BF16) {
+            uint8_t* piece = (uint8_t*)out + first * (k / 2) * pairs_dot::PAIR_BYTES;
+            return pairs_dot::pack_row(x, dtype, k, piece, height, (int)(row - first));
+        }
+#endif
+        uint8_t* piece = (uint8_t*)out + first * (k / 2) * pairs::PAIR_BYTES;
+        return pairs::pack_row(x, dtype, k, piece, height, (int)(row - first));
+    }
+    QuantRow q = QuantRow::at(out, m, row, k, kind);
+    for (int64_t i = 0; i < k; i += 32) QuantRow::put(&q, load16(x, dtype, i), load16(x, dtype, i + 16));
+}
+
+// Bytes of one converted row.
+VK_INLINE int64_t converted_bytes(int64_t k, int64_t kind) {
+    if (kind == KIND_FLOATS) return 4 * k;
+    if (kind != KIND_PAIRS) return k / 32 * BLOCK_BYTES;
+#if defined(__AVX512BW__)
+    if (HAS_BF16) return k / 2 * pairs_dot::PAIR_BYTES;
+#endif
+    return k / 2 * pairs::PAIR_BYTES;
+}
+
 // p: x, out. n: K, x dtype, x stride, kind (see block_kind).
 void op_quantize(const VkOp* op, const VkStep* step, VkCtx* ctx) {
-    const int64_t m = vk_rows(op, step), k = op->n[0], stride = op->n[2], kind = op->n[3];
+    const int64_t m = vk_rows(op, step);
     const int32_t dtype = (int32_t)op->n[1];
     vk_for_each(ctx, m, [&](int64_t row) {
-        const void* x = row_at(op->p[0], row * stride, dtype);
-        if (kind == KIND_FLOATS) {
-            for (int64_t i = 0; i < k; i += 16) store_upto((float*)op->p[1] + row * k, VK_F32, i, k, load_upto(x, dtype, i, k));
-            return;
-        }
-        if (kind == KIND_PAIRS) {
-            int height;
-            const int64_t first = piece_of(m, row, &height);
-#if defined(__AVX512BW__)
-            if (HAS_BF16) {
-                uint8_t* piece = (uint8_t*)op->p[1] + first * (k / 2) * pairs_dot::PAIR_BYTES;
-                return pairs_dot::pack_row(x, dtype, k, piece, height, (int)(row - first));
-            }
-#endif
-            uint8_t* piece = (uint8_t*)op->p[1] + first * (k / 2) * pairs::PAIR_BYTES;
-            return pairs::pack_row(x, dtype, k, piece, height, (int)(row - first));
-        }
-        QuantRow q = QuantRow::at(op->p[1], m, row, k, kind);
-        for (int64_t i = 0; i < k; i += 32) QuantRow::put(&q, load16(x, dtype, i), load16(x, dtype, i + 16));
+        convert_activations(row_at(op->p[0], row * op->n[2], dtype), dtype, op->n[0], op->n[3], op->p[1], m, row);
     });
 }
 

@@ -17,9 +17,12 @@
 #include "rows.h"
 #include "gemm.h"
 #include "dense.h"
+#include "narrow.h"
 #include "elementwise.h"
 #include "attention.h"
 #include "sampling.h"
+#include "experts.h"
+#include "recurrent.h"
 
 namespace {
 
@@ -29,7 +32,9 @@ constexpr int64_t SERIAL_VALUES = 16384;
 int32_t is_parallel(const VkOp* op, int64_t rows) {
     switch (op->opcode) {
         case VK_OP_PACK: case VK_OP_GEMM: case VK_OP_GEMM_PAIRS: case VK_OP_GEMM_EXACT: case VK_OP_DENSE: case VK_OP_READ: case VK_OP_ATTENTION:
+        case VK_OP_EXPERT_GEMM: case VK_OP_HEAD_DENSE: case VK_OP_CONV: case VK_OP_DELTA: case VK_OP_SCAN:
             return 1;
+        case VK_OP_EXPERT_SORT: return 0;
         case VK_OP_ROPE: return rows * (op->n[0] + op->n[1]) * op->n[2] > SERIAL_VALUES;
         case VK_OP_WRITE_KV: case VK_OP_ATTENTION_JOIN: return rows * op->n[0] * op->n[2] > SERIAL_VALUES;
         default: return rows > 1 && rows * op->n[0] > SERIAL_VALUES;
@@ -37,7 +42,12 @@ int32_t is_parallel(const VkOp* op, int64_t rows) {
 }
 
 size_t scratch(const VkOp* op, const VkStep* step) {
-    if (op->opcode == VK_OP_DRAW) return draw_scratch(op);
+    switch (op->opcode) {
+        case VK_OP_DRAW: return draw_scratch(op);
+        case VK_OP_DELTA: case VK_OP_SCAN: return state_scratch(op);
+        case VK_OP_ROUTE: return (size_t)op->n[0] * 8;
+        default: break;
+    }
     return op->opcode == VK_OP_ATTENTION ? attention_scratch(op, step) : 0;
 }
 
@@ -51,6 +61,8 @@ const VkLevel LEVEL = {
         op_pack, op_quantize, op_gemm, op_gemm_pairs, op_gemm_exact, op_dense, op_embed, op_rms_norm, op_glu, op_rope, op_write_kv,
         op_attention, op_attention_join, op_combine, op_unary, op_layer_norm, op_argmax, op_read,
         op_draw,
+        op_scale_rows, op_replace_ids, op_head_dense, op_conv, op_log_decay, op_delta, op_scan, op_route, op_expert_sort,
+        op_expert_rows, op_expert_gemm, op_expert_join,
     },
     is_parallel,
     scratch,

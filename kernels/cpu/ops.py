@@ -6,64 +6,54 @@ that the step is not recordable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any
+import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.cpu.base import (
+    Pointers,
+    address,
+    are_heads,
+    collapsed_stride,
+    dtype_id,
+    heads_region,
+    is_row,
+    region,
+    row_strides,
+    rows_region,
+    second_stride,
+    whole,
+)
 from vkit.kernels.cpu.cache import Cache
-from vkit.kernels.cpu.dtypes import DTYPE_IDS
-from vkit.kernels.cpu.library import ROWS_SEQS, Library, Op, make_op
-from vkit.kernels.cpu.tape import Eager, Node, Recording, Region, Tape, current
-from vkit.kernels.cpu.weights import KIND_FLOATS, KIND_PAIRS, PACKED_FORMATS, WeightCache, block_kind
+from vkit.kernels.cpu.dtypes import CACHE_IDS, DTYPE_IDS
+from vkit.kernels.cpu.experts import ExpertOps
+from vkit.kernels.cpu.library import NO_STEP, ROWS_SEQS, Op, make_op
+from vkit.kernels.cpu.recurrent import RecurrentOps
+from vkit.kernels.cpu.tape import Node, Recording, current
+from vkit.kernels.cpu.weights import KIND_PAIRS, PACKED_FORMATS, PackedWeight, block_kind
 from vkit.kernels.draw_rules import DrawRules
 from vkit.kernels.paged import PagedBatch
+from vkit.kernels.scaled import ScaledMatrix
 
 EPILOGUES = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
-UNARY_IDS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5, "sigmoid": 6, "tanh": 7}
+UNARY_IDS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5, "sigmoid": 6, "tanh": 7, "softplus": 9}
 _SOFT_CAP = 8
 
-Pointers = Sequence[int | None]
+
+class _Largest:
+    """The op that finds largest values, and room for what it finds."""
+
+    def __init__(self, rows: int) -> None:
+        self.ids, self.values = (ctypes.c_int64 * rows)(), (ctypes.c_float * rows)()
+        pointers = (None, ctypes.addressof(self.ids), ctypes.addressof(self.values))
+        self.program = (Op * 1)(make_op("ARGMAX", rows, pointers, ()))
 
 
-def collapsed_stride(x: Tensor) -> int | None:
-    """Elements from one row of the last dimension to the next, or None where rows are not evenly spaced."""
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        return None
-    leading = [pair for pair in zip(x.shape[:-1], x.stride()[:-1], strict=True) if pair[0] != 1]
-    for (_, outer), (size, inner) in pairwise(leading):
-        if outer != size * inner:
-            return None
-    return leading[-1][1] if leading else x.shape[-1]
-
-
-def region(x: Tensor, stride: int | None = None) -> Region:
-    """The memory of x (..., C), rows `stride` elements apart."""
-    width = x.shape[-1] if x.ndim else 1
-    rows = max(1, x.numel() // max(1, width))
-    step = (width if stride is None else stride) * x.element_size()
-    row_bytes = width * x.element_size()
-    return Region(x.data_ptr(), max(step, row_bytes), row_bytes, (rows - 1) * step + row_bytes)
-
-
-class Operations:
-    """All ops over one library. `is_exact` keeps activations in floating point."""
-
-    def __init__(self, library: Library, reference: dict[str, Callable[..., Any]]) -> None:
-        self.library = library
-        self.weights = WeightCache(library)
-        self.is_exact = False
-        self._eager = Eager(library)
-        self._reference = reference
-        self._constants: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def tape(self) -> Tape:
-        """Where ops go at the moment."""
-        return current.get() or self._eager
+class Operations(RecurrentOps, ExpertOps):
+    """All ops over one library."""
 
     # ---------------------------------------------------------------------------------------- products
 
@@ -72,52 +62,43 @@ class Operations:
         stride = collapsed_stride(x)
         if qtype not in PACKED_FORMATS or stride is None or x.shape[-1] % 32 or not data.numel() or data.stride(1) != 1:
             return self._fallback("quantized_linear", x, data, qtype, bias)
+        return self._packed_linear(x, stride, self.weights.get(data, qtype, x.shape[-1]), bias)
+
+    def scaled_linear(self, x: Tensor, weight: ScaledMatrix, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + bias for codes with scales. Only exact products round activations as the weight says."""
+        packed = None if self.is_exact and weight.inputs is not None else self.scaled_weights.get(weight)
+        if packed is None or (weight.input_scale is not None and collapsed_stride(x) is None):
+            return self._fallback("scaled_linear", x, weight, bias)
+        if weight.input_scale is not None:
+            x = self.multiply(x, weight.input_scale)
+        stride = collapsed_stride(x)
+        if stride is None:
+            return self._fallback("scaled_linear", x, weight, bias)
+        return self._packed_linear(x, stride, packed, bias)
+
+    def _packed_linear(self, x: Tensor, stride: int, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         tape, columns = self.tape, x.shape[-1]
-        weight = self.weights.get(data, qtype, columns)
         out = tape.empty((*x.shape[:-1], weight.num_rows), x.dtype)
         rows, factor = tape.rows(x.shape[:-1])
         numbers = [weight.format_id, weight.num_rows, columns, DTYPE_IDS[x.dtype], weight.num_rows, 0, stride]
-        if self.is_exact:
+        if self.is_exact or weight.needs_floats:
             name, (taken, nodes) = "GEMM_EXACT", self._floats(x, stride)
             numbers[6] = stride if taken is x else columns
         else:
             per_row = columns // 32 * self.library.block_bytes
-            name, (taken, nodes) = "GEMM", self._prepared(x, stride, block_kind(qtype), per_row)
+            name, (taken, nodes) = "GEMM", self._prepared(x, stride, block_kind(weight.qtype), per_row)
         pointers = (taken.data_ptr(), weight.address, self._float_constant(bias), out.data_ptr())
-        op = make_op(name, rows, pointers, numbers, row_factor=factor)
+        op = make_op(name, rows, pointers, numbers, (weight.factor,), row_factor=factor)
         reads = region(x, stride) if taken is x else region(taken)
         tape.put([*nodes, Node(op, [reads], [region(out)])])
         return out
 
-    def _prepared(self, x: Tensor, stride: int, kind: int, bytes_per_row: int) -> tuple[Tensor, list[Node]]:
-        """x in the form a product reads, and the op that brings it there unless an earlier one did."""
-        tape = self.tape
-        where = region(x, stride)
-        prepared, is_filled = tape.blocks(where, kind, self._capacity(x) * bytes_per_row)
-        if is_filled:
-            return prepared, []
-        rows, factor = tape.rows(x.shape[:-1])
-        numbers = (x.shape[-1], DTYPE_IDS[x.dtype], stride, kind)
-        op = make_op("QUANTIZE", rows, (x.data_ptr(), prepared.data_ptr()), numbers, row_factor=factor)
-        return prepared, [Node(op, [where], [region(prepared)])]
-
-    def _floats(self, x: Tensor, stride: int) -> tuple[Tensor, list[Node]]:
-        """x in float32: itself, or rows side by side."""
-        return (x, []) if x.dtype is torch.float32 else self._prepared(x, stride, KIND_FLOATS, 4 * x.shape[-1])
-
-    def _capacity(self, x: Tensor) -> int:
-        """Rows that memory derived from x must hold in the largest step."""
-        recording = current.get()
-        rows = 1
-        for size in x.shape[:-1]:
-            rows *= size
-        return rows if recording is None else rows // x.shape[0] * recording.limit_of(x.shape[0])
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x Wᵀ + bias for a plain weight."""
         stride = collapsed_stride(x)
-        if stride is None or weight.dtype not in DTYPE_IDS or weight.stride(1) != 1 or not weight.numel():
+        if stride is None or weight.dtype not in DTYPE_IDS or not weight.numel():
             return self._fallback("linear", x, weight, bias)
+        weight = self._row_major(weight)
         tape, columns, num_rows = self.tape, x.shape[-1], weight.shape[0]
         rows, factor = tape.rows(x.shape[:-1])
         out = tape.empty((*x.shape[:-1], num_rows), x.dtype)
@@ -149,7 +130,42 @@ class Operations:
         tape.put([Node(op, [region(x, stride)], [region(out)])])
         return out
 
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Each head's row times its own matrix."""
+        if not are_heads(x, None) or weight.dtype not in DTYPE_IDS:
+            return self._fallback("head_linear", x, weight)
+        weight = self._row_major(weight)
+        tape, (heads, num_rows, columns) = self.tape, weight.shape
+        out = tape.empty((x.shape[0], heads, num_rows), x.dtype)
+        rows, factor = tape.rows(x.shape[:1])
+        dtype = DTYPE_IDS[x.dtype]
+        numbers = (
+            *(DTYPE_IDS[weight.dtype], num_rows, columns, dtype, x.stride(0), heads, dtype, x.stride(1)),
+            *weight.stride()[:2],
+        )
+        op = make_op("HEAD_DENSE", rows, (x.data_ptr(), weight.data_ptr(), out.data_ptr()), numbers, row_factor=factor)
+        tape.put([Node(op, [heads_region(x)], [region(out.flatten(1))])])
+        return out
+
     # ---------------------------------------------------------------------------------------- look-ups
+
+    def replace_ids(self, ids: Tensor, old: Sequence[int], new: int) -> Tensor:
+        """ids with `new` in place of every id among `old`."""
+        if ids.dtype is not torch.int64 or ids.ndim != 1 or not ids.is_contiguous():
+            return self._fallback("replace_ids", ids, old, new)
+        tape = self.tape
+        out = tape.empty(ids.shape, ids.dtype)
+        rows, factor = tape.rows(ids.shape)
+        pointers = (ids.data_ptr(), out.data_ptr(), self._id_list(tuple(old)))
+        op = make_op("REPLACE_IDS", rows, pointers, (len(old), new), row_factor=factor)
+        tape.put([Node(op, [region(ids)], [region(out)])])
+        return out
+
+    def _id_list(self, ids: tuple[int, ...]) -> int:
+        if ids not in self._id_lists:
+            with torch._C.DisableTorchFunction():
+                self._id_lists[ids] = torch.tensor(ids or (0,), dtype=torch.int64)
+        return self._id_lists[ids].data_ptr()
 
     def quantized_embedding(
         self, ids: Tensor, data: Tensor, qtype: str, *, dtype: torch.dtype = torch.float32
@@ -190,16 +206,17 @@ class Operations:
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
         """x · rsqrt(mean(x²) + eps) · (offset + weight)."""
-        stride = collapsed_stride(x)
-        if stride is None or not _is_row(weight):
+        strides = row_strides(x)
+        if strides is None or not is_row(weight):
             return self._fallback("rms_norm", x, weight, eps, offset)
         tape, width = self.tape, x.shape[-1]
         out = tape.empty(x.shape, x.dtype)
         rows, factor = tape.rows(x.shape[:-1])
-        numbers = (width, DTYPE_IDS[x.dtype], stride, 0, width, _dtype_id(weight))
-        pointers: Pointers = (x.data_ptr(), _address(weight), None, out.data_ptr())
+        stride, *inner = strides
+        numbers = (width, DTYPE_IDS[x.dtype], stride, 0, width, dtype_id(weight), 0, 0, *inner)
+        pointers: Pointers = (x.data_ptr(), address(weight), None, out.data_ptr())
         op = make_op("RMS_NORM", rows, pointers, numbers, (eps, offset), row_factor=factor)
-        tape.put([Node(op, [region(x, stride)], [region(out)])])
+        tape.put([Node(op, [rows_region(x)], [region(out)])])
         return out
 
     def add_rms_norm(
@@ -207,14 +224,14 @@ class Operations:
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)."""
         stride, residual_stride = collapsed_stride(x), collapsed_stride(residual)
-        if stride is None or residual_stride is None or residual.dtype is not x.dtype or not _is_row(weight):
+        if stride is None or residual_stride is None or residual.dtype is not x.dtype or not is_row(weight):
             pair: tuple[Tensor, Tensor] = self._reference["add_rms_norm"](x, residual, weight, eps, offset)
             return pair
         tape, width = self.tape, x.shape[-1]
         out, total = tape.empty(x.shape, x.dtype), tape.empty(x.shape, x.dtype)
         rows, factor = tape.rows(x.shape[:-1])
-        numbers = (width, DTYPE_IDS[x.dtype], stride, residual_stride, width, _dtype_id(weight), 0, width)
-        pointers: Pointers = (x.data_ptr(), _address(weight), residual.data_ptr(), out.data_ptr(), total.data_ptr())
+        numbers = (width, DTYPE_IDS[x.dtype], stride, residual_stride, width, dtype_id(weight), 0, width)
+        pointers: Pointers = (x.data_ptr(), address(weight), residual.data_ptr(), out.data_ptr(), total.data_ptr())
         op = make_op("RMS_NORM", rows, pointers, numbers, (eps, offset), row_factor=factor)
         reads = [region(x, stride), region(residual, residual_stride)]
         tape.put([Node(op, reads, [region(out), region(total)])])
@@ -222,19 +239,21 @@ class Operations:
 
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean) / sqrt(var + eps) · weight + bias."""
-        stride = collapsed_stride(x)
+        strides = row_strides(x)
         tables = [table for table in (weight, bias) if table is not None]
         table_rows = {table.numel() // x.shape[-1] for table in tables} or {1}
         fits = all(table.is_contiguous() and table.dtype in DTYPE_IDS for table in tables) and len(table_rows) == 1
-        if stride is None or not fits:
+        if strides is None or not fits:
             return self._fallback("layer_norm", x, weight, bias, eps)
         tape, width = self.tape, x.shape[-1]
         out = tape.empty(x.shape, x.dtype)
         rows, factor = tape.rows(x.shape[:-1])
-        numbers = (width, DTYPE_IDS[x.dtype], stride, width, _dtype_id(weight), _dtype_id(bias), *table_rows)
-        pointers: Pointers = (x.data_ptr(), _address(weight), _address(bias), out.data_ptr())
+        stride, *inner = strides
+        dtype = DTYPE_IDS[x.dtype]
+        numbers = (width, dtype, stride, width, dtype_id(weight), dtype_id(bias), *table_rows, *inner)
+        pointers: Pointers = (x.data_ptr(), address(weight), address(bias), out.data_ptr())
         op = make_op("LAYER_NORM", rows, pointers, numbers, (eps,), row_factor=factor)
-        tape.put([Node(op, [region(x, stride)], [region(out)])])
+        tape.put([Node(op, [rows_region(x)], [region(out)])])
         return out
 
     # ---------------------------------------------------------------------------------------- element by element
@@ -270,15 +289,16 @@ class Operations:
         return self._unary(x, _SOFT_CAP, cap, "soft_cap", x, cap)
 
     def _unary(self, x: Tensor, kind: int, value: float, name: str, *arguments: object) -> Tensor:
-        stride = collapsed_stride(x) if x.ndim else None
-        if stride is None:
+        strides = row_strides(x) if x.ndim else None
+        if strides is None:
             return self._fallback(name, *arguments)
         tape, width = self.tape, x.shape[-1]
         out = tape.empty(x.shape, x.dtype)
         rows, factor = tape.rows(x.shape[:-1])
-        numbers = (width, DTYPE_IDS[x.dtype], stride, width, kind)
+        stride, *inner = strides
+        numbers = (width, DTYPE_IDS[x.dtype], stride, width, kind, *inner)
         op = make_op("UNARY", rows, (x.data_ptr(), out.data_ptr()), numbers, (value,), row_factor=factor)
-        tape.put([Node(op, [region(x, stride)], [region(out)])])
+        tape.put([Node(op, [rows_region(x)], [region(out)])])
         return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -289,20 +309,34 @@ class Operations:
         """x · y."""
         return self._combined(x, y, 1, 1.0, "multiply", x, y)
 
+    def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Each row of x times its own factor."""
+        stride = collapsed_stride(x)
+        step = collapsed_stride(factors.unsqueeze(-1))
+        if stride is None or step is None or factors.dtype not in DTYPE_IDS:
+            return self._fallback("scale_rows", x, factors)
+        tape, width = self.tape, x.shape[-1]
+        out = tape.empty(x.shape, x.dtype)
+        rows, factor = tape.rows(x.shape[:-1])
+        numbers = (width, DTYPE_IDS[x.dtype], stride, DTYPE_IDS[factors.dtype], step)
+        op = make_op("SCALE_ROWS", rows, (x.data_ptr(), factors.data_ptr(), out.data_ptr()), numbers, row_factor=factor)
+        tape.put([Node(op, [region(x, stride), region(factors.unsqueeze(-1), step)], [region(out)])])
+        return out
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x · factor."""
         return self._combined(x, None, 0, factor, "scale", x, factor)
 
     def _combined(self, x: Tensor, y: Tensor | None, kind: int, scale: float, name: str, *arguments: object) -> Tensor:
         stride = collapsed_stride(x) if x.ndim else None
-        y_stride = _second_stride(x, y)
+        y_stride = second_stride(x, y)
         if stride is None or y_stride is None or (y is not None and y.dtype not in DTYPE_IDS):
             return self._fallback(name, *arguments)
         tape, width = self.tape, x.shape[-1]
         out = tape.empty(x.shape, x.dtype)
         rows, factor = tape.rows(x.shape[:-1])
-        numbers = (width, DTYPE_IDS[x.dtype], stride, y_stride, width, DTYPE_IDS[x.dtype], kind, _dtype_id(y))
-        op = make_op("COMBINE", rows, (x.data_ptr(), _address(y), out.data_ptr()), numbers, (scale,), row_factor=factor)
+        numbers = (width, DTYPE_IDS[x.dtype], stride, y_stride, width, DTYPE_IDS[x.dtype], kind, dtype_id(y))
+        op = make_op("COMBINE", rows, (x.data_ptr(), address(y), out.data_ptr()), numbers, (scale,), row_factor=factor)
         reads = [region(x, stride)] if y is None else [region(x, stride), region(y, y_stride or None)]
         tape.put([Node(op, reads, [region(out)])])
         return out
@@ -335,7 +369,7 @@ class Operations:
 
     def rope(self, q: Tensor, k: Tensor | None, positions: Tensor, cos_sin: Tensor, interleaved: bool = False) -> None:
         """Rotate heads in place."""
-        if not _are_heads(q, k) or not (positions.is_contiguous() and cos_sin.is_contiguous()):
+        if not are_heads(q, k) or not (positions.is_contiguous() and cos_sin.is_contiguous()):
             self._fallback("rope", q, k, positions, cos_sin, interleaved)
             return
         self._rope(q, k, None, None, 0.0, 0.0, positions, cos_sin, interleaved)
@@ -353,8 +387,8 @@ class Operations:
         interleaved: bool = False,
     ) -> None:
         """Norm heads, then rotate them, in place."""
-        fits = _is_row(q_weight) and _is_row(k_weight) and q_weight.dtype is k_weight.dtype and k is not None
-        if not fits or not _are_heads(q, k) or not (positions.is_contiguous() and cos_sin.is_contiguous()):
+        fits = is_row(q_weight) and is_row(k_weight) and q_weight.dtype is k_weight.dtype and k is not None
+        if not fits or not are_heads(q, k) or not (positions.is_contiguous() and cos_sin.is_contiguous()):
             self._fallback("qk_norm_rope", q, k, q_weight, k_weight, eps, offset, positions, cos_sin, interleaved)
             return
         self._rope(q, k, q_weight, k_weight, eps, offset, positions, cos_sin, interleaved)
@@ -376,20 +410,20 @@ class Operations:
         numbers = (
             *(q.shape[1], k.shape[1] if k is not None else 0, q.shape[2], cos_sin.shape[1], DTYPE_IDS[q.dtype]),
             *(q.stride(0), k.stride(0) if k is not None else 0, q.stride(1), k.stride(1) if k is not None else 0),
-            *(int(interleaved), positions.element_size(), _dtype_id(q_weight)),
+            *(int(interleaved), positions.element_size(), dtype_id(q_weight)),
         )
         pointers: Pointers = (
-            *(q.data_ptr(), _address(k), positions.data_ptr(), cos_sin.data_ptr()),
-            *(_address(q_weight), _address(k_weight)),
+            *(q.data_ptr(), address(k), positions.data_ptr(), cos_sin.data_ptr()),
+            *(address(q_weight), address(k_weight)),
         )
-        touched = [_heads_region(x) for x in (q, k) if x is not None]
+        touched = [heads_region(x) for x in (q, k) if x is not None]
         op = make_op("ROPE", rows, pointers, numbers, (eps, offset), row_factor=factor)
         tape.put([Node(op, [*touched, region(positions)], touched)])
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """Store k and v at their slots."""
         cache = Cache.of(k_cache, v_cache)
-        heads = _are_heads(k, None) and _are_heads(v, None) and v.dtype is k.dtype and slot_mapping.is_contiguous()
+        heads = are_heads(k, None) and are_heads(v, None) and v.dtype is k.dtype and slot_mapping.is_contiguous()
         if cache is None or not heads:
             if cache is not None and cache.is_tiled:
                 raise ValueError(
@@ -402,12 +436,12 @@ class Operations:
         numbers = (
             *(k.shape[1], int(cache.is_tiled), k.shape[2], v.shape[2], DTYPE_IDS[k.dtype]),
             *(k.stride(0), v.stride(0), k.stride(1), v.stride(1)),
-            *(DTYPE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
+            *(CACHE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
         )
         pointers = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr())
         op = make_op("WRITE_KV", rows, pointers, numbers, row_factor=factor)
-        writes = [_whole(k_cache), _whole(v_cache)]
-        tape.put([Node(op, [_heads_region(k), _heads_region(v), region(slot_mapping)], writes)])
+        writes = [whole(k_cache), whole(v_cache)]
+        tape.put([Node(op, [heads_region(k), heads_region(v), region(slot_mapping)], writes)])
 
     def paged_attention(
         self,
@@ -423,7 +457,7 @@ class Operations:
         """softmax(mask(cap(scale · q kᵀ))) v for every query against its own sequence."""
         contiguous = all(x.is_contiguous() for x in (batch.rows, batch.seq_lens, batch.cu_seqlens))
         cache = Cache.of(k_cache, v_cache)
-        if cache is None or not contiguous or batch.block_table.stride(1) != 1 or not _are_heads(q, None):
+        if cache is None or not contiguous or batch.block_table.stride(1) != 1 or not are_heads(q, None):
             if cache is not None and cache.is_tiled:
                 raise ValueError(f"paged_attention: q {tuple(q.shape)} {q.stride()}, expected rows of heads")
             return self._fallback("paged_attention", q, k_cache, v_cache, batch, scale, window, soft_cap, sinks)
@@ -432,7 +466,7 @@ class Operations:
         out = tape.empty((q.shape[0], num_heads, width), q.dtype)
         numbers = (
             *(num_heads, cache.num_heads, q.shape[2], width, DTYPE_IDS[q.dtype], q.stride(0), q.stride(1)),
-            *(num_heads * width, DTYPE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
+            *(num_heads * width, CACHE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
             *(batch.block_table.stride(0), window or 0, int(cache.is_tiled)),
         )
         pointers: Pointers = (
@@ -445,7 +479,7 @@ class Operations:
             ),
         )
         rows = ROWS_SEQS if isinstance(tape, Recording) else len(batch.host_seq_lens)
-        reads = [_heads_region(q), _whole(k_cache), _whole(v_cache)]
+        reads = [heads_region(q), whole(k_cache), whole(v_cache)]
         writes = [region(out.flatten(1))]
         attend, join = (
             make_op(name, rows, pointers, numbers, (scale, soft_cap or 0.0)) for name in ("ATTENTION", "ATTENTION_JOIN")
@@ -454,6 +488,20 @@ class Operations:
         return out
 
     # ---------------------------------------------------------------------------------------- sampling
+
+    def largest(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """Index and value of each row's largest. Never part of a recorded step, so it runs at once."""
+        if logits.stride(1) != 1:
+            found: tuple[list[int], list[float]] = self._reference["largest"](logits)
+            return found
+        rows, width = logits.shape
+        if self._largest is None or len(self._largest.ids) < rows:
+            self._largest = _Largest(rows)
+        search = self._largest
+        op = search.program[0]
+        op.rows, op.p[0], op.n[0], op.n[1] = rows, logits.data_ptr(), width, logits.stride(0)
+        self.library.run(search.program, NO_STEP)
+        return search.ids[:rows], search.values[:rows]
 
     def draw(self, logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and largest logits of rows. Never part of a recorded step, so it runs at once."""
@@ -465,66 +513,3 @@ class Operations:
         pointers = [x.data_ptr() for x in inputs]
         self.library.run_now(make_op("DRAW", rows.shape[0], pointers, (logits.shape[1], logits.stride(0))))
         return ids, largest
-
-    # ---------------------------------------------------------------------------------------- helpers
-
-    def _fallback(self, name: str, *arguments: Any, **named: Any) -> Tensor:
-        """What the reference makes of it (None for ops that work in place)."""
-        result: Tensor = self._reference[name](*arguments, **named)
-        return result
-
-    def _float_constant(self, value: Tensor | None) -> int | None:
-        """Address of a weight-like vector in float32, converted once if it is of another type."""
-        if value is None:
-            return None
-        if value.dtype is torch.float32 and value.is_contiguous():
-            return value.data_ptr()
-        known = self._constants.get(id(value))
-        if known is None or known[0] is not value:
-            with torch._C.DisableTorchFunction():
-                known = (value, value.to(torch.float32).contiguous())
-            self._constants[id(value)] = known
-        return known[1].data_ptr()
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _dtype_id(x: Tensor | None) -> int:
-    return 0 if x is None else DTYPE_IDS[x.dtype]
-
-
-def _is_row(weight: Tensor | None) -> bool:
-    return weight is None or (weight.is_contiguous() and weight.dtype in DTYPE_IDS)
-
-
-def _are_heads(x: Tensor, y: Tensor | None) -> bool:
-    return all(part is None or (part.ndim == 3 and part.stride(2) == 1 and part.dtype is x.dtype) for part in (x, y))
-
-
-def _second_stride(x: Tensor, y: Tensor | None) -> int | None:
-    """Row stride of the second operand (0: one row, or a missing one, for all rows); None if it does not fit."""
-    if y is None:
-        return 0
-    if y.ndim and y.shape == x.shape:
-        return collapsed_stride(y)
-    return 0 if y.ndim == 1 and y.shape[0] == x.shape[-1] and y.stride(0) == 1 else None
-
-
-def _heads_region(x: Tensor) -> Region:
-    """The columns of all heads of x (T, H, D), if heads are adjacent; all between the first and the last else."""
-    width = (x.shape[1] - 1) * x.stride(1) + x.shape[2]
-    size = x.element_size()
-    stride = max(x.stride(0), width) * size
-    return Region(x.data_ptr(), stride, width * size, (x.shape[0] - 1) * stride + width * size)
-
-
-def _whole(x: Tensor) -> Region:
-    """From the first element of x to its last."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    num_bytes = (last + 1) * x.element_size()
-    return Region(x.data_ptr(), num_bytes, num_bytes, num_bytes)
-
-
-__all__ = ["Op", "Operations"]

@@ -6,6 +6,7 @@ decode and every mixture.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
@@ -28,9 +29,12 @@ StepFunction = Callable[[Any], Tensor]
 _RECORDED = StepSizes(tokens=31, logits=17, seqs=13)
 """Primes, so that every row count tells which size it comes from."""
 
+_KEPT_LOGITS = 64
+"""Rows of logits with a place of their own; more of them, as all of a prompt's may be, get new memory each time."""
+
 _TOKEN_FIELDS = ("token_ids", "positions", "slot_mapping")
 _LOGITS_FIELDS = ("logits_rows",)
-_SEQ_FIELDS = ("seq_lens", "rows", "is_fresh")
+_SEQ_FIELDS = ("seq_lens", "rows", "is_fresh", "state_blocks")
 _BATCH_FIELDS = frozenset({*_TOKEN_FIELDS, *_LOGITS_FIELDS, *_SEQ_FIELDS, "cu_seqlens", "paged", "store"})
 
 
@@ -81,7 +85,8 @@ class Program:
         self.limits = limits
         self._library = library
         self._inputs = _Inputs(batch, limits)
-        self._tables = [paged.block_table for paged in batch.paged if paged is not None]
+        self._tables = [paged.block_table for paged in batch.paged if paged is not None]  # so that no id is used again
+        self._table_ids = [id(table) for table in self._tables]
         recording = Recording(library, _RECORDED, limits)
         token = current.set(recording)
         try:
@@ -100,9 +105,12 @@ class Program:
         self._place_logits(start, logits.shape[1])
 
     def _place_logits(self, start: int, width: int) -> None:
-        """Find who writes the logits, so that every step writes memory of its own: the caller keeps what it gets."""
+        """Find who writes the logits, so that steps can take turns between two places."""
         size = self.limits.logits * width * 4
         self._width = width
+        # Two, since a step's logits are read while the next one runs; new memory would come with new pages each time.
+        self._logits = [torch.empty(_KEPT_LOGITS, width) for _ in range(2)]
+        self._turn = 0
         self._slots = [
             (index, slot, pointer - start)
             for index, op in enumerate(self._ops)
@@ -113,16 +121,17 @@ class Program:
     def takes(self, batch: Any) -> bool:
         """Whether the step fits the buffers, and the cache is where it was."""
         sizes, limits = _sizes(batch), self.limits
-        fits = sizes.tokens <= limits.tokens and sizes.logits <= limits.logits and sizes.seqs <= limits.seqs
-        tables = [paged.block_table for paged in batch.paged if paged is not None]
-        same = len(tables) == len(self._tables) and all(a is b for a, b in zip(tables, self._tables, strict=True))
-        return fits and same
+        if sizes.tokens > limits.tokens or sizes.logits > limits.logits or sizes.seqs > limits.seqs:
+            return False
+        return [id(paged.block_table) for paged in batch.paged if paged is not None] == self._table_ids
 
     def run(self, batch: Any) -> Tensor:
-        """The step's logits (R, V)."""
+        """The step's logits (R, V); the memory is used again by the step after next."""
         sizes = _sizes(batch)
         self._inputs.fill(batch)
-        logits = torch.empty(sizes.logits, self._width)
+        self._turn ^= 1
+        many = sizes.logits > _KEPT_LOGITS
+        logits = torch.empty(sizes.logits, self._width) if many else self._logits[self._turn][: sizes.logits]
         address = logits.data_ptr()
         for index, slot, offset in self._slots:
             self._ops[index].p[slot] = address + offset
@@ -146,12 +155,18 @@ class _Inputs:
             for name in _fields_of(holder):
                 value: Tensor = getattr(holder, name)
                 self._fixed[where, name] = np.zeros(_limit(name, limits), value.numpy().dtype)
+        for where, blocks in _states(batch):
+            self._fixed[where, "state_blocks"] = np.zeros(limits.seqs, blocks.numpy().dtype)
+        self._addresses = {key: array.ctypes.data for key, array in self._fixed.items()}
 
     def recorded(self, batch: Any) -> Any:
         """A batch of the recorded sizes over the fixed memory; its values mean nothing."""
         parts = {where: self._replaced(holder, where) for where, holder in _holders(batch)}
         paged = [None if group is None else parts[index] for index, group in enumerate(batch.paged)]
-        return dataclasses.replace(parts[-1], paged=paged)
+        states: list[Tensor | None] = [None] * len(batch.state_blocks)
+        for where, _ in _states(batch):
+            states[where] = torch.from_numpy(self._fixed[where, "state_blocks"])[: _RECORDED.seqs]
+        return dataclasses.replace(parts[-1], paged=paged, state_blocks=states)
 
     def _replaced(self, holder: Any, where: int) -> Any:
         names = _fields_of(holder)
@@ -167,11 +182,10 @@ class _Inputs:
 
     def fill(self, batch: Any) -> None:
         """Copy a step in."""
-        fixed = self._fixed
-        for where, holder in _holders(batch):
-            for name in _fields_of(holder):
-                value = getattr(holder, name).numpy()
-                fixed[where, name][: len(value)] = value
+        sizes, holders = _sizes(batch), dict(_holders(batch))
+        for (where, name), fixed in self._addresses.items():
+            value = batch.state_blocks[where] if name == "state_blocks" else getattr(holders[where], name)
+            ctypes.memmove(fixed, value.data_ptr(), _limit(name, sizes) * value.itemsize)
 
 
 _HOST_READS = frozenset(
@@ -209,6 +223,11 @@ def _holders(batch: Any) -> Iterable[tuple[int, Any]]:
     """The batch (-1) and its cache groups."""
     yield -1, batch
     yield from ((index, group) for index, group in enumerate(batch.paged) if group is not None)
+
+
+def _states(batch: Any) -> Iterable[tuple[int, Tensor]]:
+    """The state blocks of the groups that keep states."""
+    return ((index, blocks) for index, blocks in enumerate(batch.state_blocks) if blocks is not None)
 
 
 def _fields_of(holder: Any) -> tuple[str, ...]:

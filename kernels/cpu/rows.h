@@ -19,6 +19,11 @@ VK_INLINE float load_one(const void* p, int32_t dtype, int64_t i) {
 VK_INLINE int64_t dtype_size(int32_t dtype) { return dtype == VK_F32 ? 4 : 2; }
 VK_INLINE void* row_at(const void* p, int64_t index, int32_t dtype) { return (char*)p + index * dtype_size(dtype); }
 
+// Where row `row` begins: rows `stride` apart, or `inner` of them `inner_stride` apart, again every `stride`.
+VK_INLINE int64_t row_offset(int64_t row, int64_t stride, int64_t inner, int64_t inner_stride) {
+    return inner > 1 ? row / inner * stride + row % inner * inner_stride : row * stride;
+}
+
 VK_INLINE VF load16(const void* p, int32_t dtype, int64_t i) {
     if (dtype == VK_F32) return vf_load((const float*)p + i);
     const uint16_t* half = (const uint16_t*)p + i;

@@ -179,8 +179,9 @@ class Recording:
         Raises:
             NotRecordable: it is not one of the step's sizes.
         """
-        symbol, _ = self.rows((size,))
-        return {ROWS_TOKENS: self.limits.tokens, ROWS_LOGITS: self.limits.logits, ROWS_SEQS: self.limits.seqs}[symbol]
+        symbol, times = self.rows((size,))
+        limits = {ROWS_TOKENS: self.limits.tokens, ROWS_LOGITS: self.limits.logits, ROWS_SEQS: self.limits.seqs}
+        return limits[symbol] * times
 
     def holds(self, x: Tensor) -> bool:
         """Whether x lies in memory that this recording handed out."""
@@ -224,19 +225,20 @@ class Recording:
         return start + shift
 
     def rows(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Which of the step's sizes the first dimension is, and the product of the others.
+        """Which of the step's sizes the first dimension is (a multiple of), and how many rows each of them has.
 
         Raises:
             NotRecordable: it is none of them.
         """
         sizes = self.sizes
         symbols = {sizes.tokens: ROWS_TOKENS, sizes.logits: ROWS_LOGITS, sizes.seqs: ROWS_SEQS}
-        if not shape or shape[0] not in symbols:
+        base = next((size for size in symbols if shape and shape[0] and shape[0] % size == 0), None)
+        if base is None:
             raise NotRecordable(f"an operation over rows {tuple(shape)}")
-        factor = 1
+        factor = shape[0] // base
         for size in shape[1:]:
             factor *= size
-        return symbols[shape[0]], factor
+        return symbols[base], factor
 
     def put(self, nodes: Sequence[Node]) -> None:
         """Keep the ops."""

@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define VK_ABI 1
+#define VK_ABI 2
 
 // Formats carry their GGUF numbers; activations use the first three.
 enum VkFormat {
@@ -16,6 +16,8 @@ enum VkFormat {
     VK_Q4_0 = 2, VK_Q4_1 = 3, VK_Q5_0 = 6, VK_Q5_1 = 7, VK_Q8_0 = 8,
     VK_Q2_K = 10, VK_Q3_K = 11, VK_Q4_K = 12, VK_Q5_K = 13, VK_Q6_K = 14,
     VK_IQ4_NL = 20, VK_IQ4_XS = 23, VK_MXFP4 = 39, VK_NVFP4 = 40,
+    // Ours: codes with a float32 scale per 32 or 128 inputs, as quantised safetensors checkpoints hold them.
+    VK_W4_32 = 200, VK_W4_128 = 201, VK_W8_32 = 202, VK_W8_128 = 203, VK_F8_32 = 204, VK_F8_128 = 205,
 };
 
 // A row count in an op is a literal (>= 0) or one of these, read from the step and multiplied by `row_factor`.
@@ -41,6 +43,18 @@ enum VkOpcode {
     VK_OP_ARGMAX,          // index of each row's largest value, ties to the lowest
     VK_OP_READ,            // sums a buffer: the memory read probe
     VK_OP_DRAW,            // one token per row, at random
+    VK_OP_SCALE_ROWS,      // each row times a number of its own
+    VK_OP_REPLACE_IDS,
+    VK_OP_HEAD_DENSE,      // each head's row times a matrix of its own
+    VK_OP_CONV,            // causal convolution over a sequence's last inputs, and its state
+    VK_OP_LOG_DECAY,
+    VK_OP_DELTA,           // gated delta rule
+    VK_OP_SCAN,            // Mamba-2
+    VK_OP_ROUTE,           // each token's experts and their weights
+    VK_OP_EXPERT_SORT,     // rows of the experts' products: by expert
+    VK_OP_EXPERT_ROWS,     // as QUANTIZE, into the pieces of each expert
+    VK_OP_EXPERT_GEMM,     // each expert's rows x its weight
+    VK_OP_EXPERT_JOIN,     // weighted sum of a token's experts
     VK_OP_COUNT
 };
 

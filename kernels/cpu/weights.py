@@ -21,11 +21,12 @@ BIASES = {
     "IQ4_XS": 128,
     "MXFP4": 12,
     "NVFP4": 12,
+    "W8": 128,
 }
-MINIMUMS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"})
+MINIMUMS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K", "W4"})
 HALVES = frozenset({"Q2_K", "Q3_K", "Q6_K", "NVFP4"})
 """What each format wants to know of its activations: see formats.h."""
-PACKED_FORMATS = frozenset(BIASES) | MINIMUMS
+PACKED_FORMATS = (frozenset(BIASES) | MINIMUMS) - {"W4", "W8"}
 
 KIND_PAIRS, KIND_FLOATS = -1, -2
 """Activations for bfloat16 weights (pairs of up to 8 bytes), and for exact products."""
@@ -49,6 +50,13 @@ class PackedWeight:
     format_id: int
     num_rows: int
     num_columns: int
+    factor: float = 1.0
+    """What the product is multiplied by."""
+
+    @property
+    def needs_floats(self) -> bool:
+        """Whether there is no product with integer activations."""
+        return self.qtype == "F8"
 
 
 class WeightCache:

@@ -41,13 +41,13 @@ def scaled_linear(x: Tensor, weight: ScaledMatrix, bias: Tensor | None) -> Tenso
 
 def dequantize_scaled(weight: ScaledMatrix, start: int, stop: int) -> Tensor:
     """Rows start..stop as float32; `start` is a multiple of 32."""
-    values = _codes(weight, start, stop)
+    values = stored_codes(weight, start, stop)
     zeros = weight.zeros
     if zeros is not None:
-        values -= _over_columns(_block_rows(zeros, weight.block[0], start, stop), weight)
+        values -= _over_columns(spread_over_rows(zeros, weight.block[0], start, stop), weight)
     elif weight.zero:
         values -= weight.zero
-    scales = _block_rows(weight.scales, weight.block[0], start, stop)
+    scales = spread_over_rows(weight.scales, weight.block[0], start, stop)
     if weight.factor is not None:
         scales = scales * weight.factor
     values *= _over_columns(scales, weight)
@@ -100,7 +100,7 @@ def _round_e2m1(x: Tensor, rounding: InputRounding) -> Tensor:
     return rounded.flatten(1)
 
 
-def _codes(weight: ScaledMatrix, start: int, stop: int) -> Tensor:
+def stored_codes(weight: ScaledMatrix, start: int, stop: int) -> Tensor:
     """The codes of rows start..stop as float32 (rows, columns)."""
     columns, codes = weight.shape[1], weight.codes
     if weight.layout == "awq":
@@ -131,7 +131,7 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     return (window >> (places % 32)) & mask
 
 
-def _block_rows(values: Tensor, block_rows: int, start: int, stop: int) -> Tensor:
+def spread_over_rows(values: Tensor, block_rows: int, start: int, stop: int) -> Tensor:
     """Per-block values (row blocks, column blocks) as float32 for each of the rows start..stop."""
     if values.shape[0] == 1:
         return values.float()

@@ -25,4 +25,5 @@ def test_example(code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     small: dict[str, Any] = {"tokenizer": str(GOLDENS / "byte_tokenizer"), "threads": 1}
     monkeypatch.setattr(vkit, "LLM", functools.partial(vkit.LLM, **small), raising=False)
     monkeypatch.setattr(vkit, "EngineArgs", functools.partial(vkit.EngineArgs, **small), raising=False)
-    exec(compile(code, "docs/python.md", "exec"), {"MODEL": str(GOLDENS / "llama"), "TEMPLATE": TEMPLATE})
+    names = {"MODEL": GOLDENS / "llama", "EMBEDDING_MODEL": GOLDENS / "llama_embed", "TEMPLATE": TEMPLATE}
+    exec(compile(code, "docs/python.md", "exec"), {name: str(value) for name, value in names.items()})

@@ -130,6 +130,15 @@ def test_index_that_names_an_absent_tensor(sharded: Path) -> None:
     assert "not in the shard that model.safetensors.index.json names: c (model-00001" in refusal(sharded)
 
 
+def test_an_index_of_absent_shards_beside_a_whole_model(folder: Path) -> None:
+    save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
+    write_index(folder, {"a": "model.safetensors"})
+    open_checkpoint(folder).close()
+    write_index(folder, {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"})
+    said = refusal(folder)
+    assert "missing beside model.safetensors: model-00001-of-00002.safetensors, model-00002" in said
+
+
 def test_index_that_names_the_wrong_shard(sharded: Path) -> None:
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     write_index(sharded, {"a": two, "b": one, "empty": two})

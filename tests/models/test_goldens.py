@@ -17,6 +17,7 @@ FURTHER = [
     *("stablelm_parallel", "opt", "cohere", "cohere2", "internlm2", "internlm3", "minicpm"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
 ]
+COMPRESSED = ["deepseek_v4"]
 RECURRENT = ["qwen3_5", "qwen3_5_moe", "kimi_linear", "nemotron_h"]
 SENSITIVE = [*RECURRENT, "gemma4", "gemma4_moe", "gemma4_unified", "laguna", "muse_glimmer"]
 """Rounding the weights of these to bfloat16 already moves logits by more than 2 % of their range."""
@@ -34,6 +35,7 @@ SHAPES = [
         for name in RECURRENT
         for block_size, chunk in ((4, 1), (16, 5), (4, 64))
     ),
+    *((name, *sizes, BACKENDS[-1]) for name in COMPRESSED for sizes in ((4, 1), (4, 7), (16, 5), (16, 64))),
     *((name, 4, 7, backend) for name in FURTHER for backend in BACKENDS),
     *((name, 16, 64, BACKENDS[-1]) for name in FURTHER),
 ]
@@ -91,6 +93,27 @@ def test_logits_and_greedy(
         torch.testing.assert_close(logits, golden.logits(suffix), atol=TOLERANCE, rtol=0)
         assert tokens == golden.greedy(suffix)
     assert len(driver.free) == driver.num_blocks - 1
+
+
+@pytest.mark.parametrize("name", [*FIRST, *FURTHER, *SENSITIVE])
+def test_steps_are_recorded(
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    load_golden: Callable[..., Any],
+    load_model: Callable[..., Any],
+    make_driver: Callable[..., Any],
+    make_options: Callable[..., Any],
+) -> None:
+    """Native kernels have every operation of every model, so that a step is one call."""
+    if not kernels.backends("cpu")[0].wrap_step:
+        pytest.skip("no native kernels here")
+    caplog.set_level("DEBUG", "vkit.kernels")
+    options = make_options(block_size=16)
+    driver = make_driver(load_model(name, options), options)
+    greedy_continuation(driver, {"a": load_golden(name).prompt()}, 64, 1)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message for message in messages if "recorded" in message]
+    assert not [message for message in messages if "op by op" in message or "no native kernel" in message]
 
 
 @pytest.mark.usefixtures("backend")

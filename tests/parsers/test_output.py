@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.parsers.kit import function
-from vkit.errors import InvalidRequest
 from vkit.parsers.events import ContentDelta, ReasoningDelta, ReplyContext, ToolCallDelta, merged
 from vkit.parsers.output import OutputParser, OutputParsers, open_parsers
 from vkit.parsers.reasoning_reader import Opening, opening_of
@@ -208,14 +207,10 @@ def test_every_family_forces_a_call_or_says_that_it_cannot(name: str) -> None:
     parsers = open_parsers(name)
     named, required = context("named", name="f"), context("required")
     assert parsers.forced_constraint(context("auto")) is None
-    if parsers.forcing is Forcing.SYNTAX:
-        with pytest.raises(InvalidRequest, match="tool_choice"):
-            parsers.forced_constraint(named)
-        return
     for wanted in (named, required):
         constraint = parsers.forced_constraint(wanted)
         assert constraint is not None
-        assert (constraint.json is None) == (parsers.forcing is Forcing.TAGS)
+        assert (constraint.json is None) == (parsers.forcing is not Forcing.JSON)
 
 
 def test_families_forced_by_their_own_tags() -> None:

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from vkit.kernels.block_formats import BLOCK_FORMATS
-from vkit.quantization.quantize import NUM_ROWS_AT_A_TIME, QUANTIZERS, quantize
+from vkit.quantization.quantize import NUM_ELEMENTS_AT_A_TIME, QUANTIZERS, quantize
 
 RELATIVE_ERROR = {
     # Root mean square, of the standard deviation, for Gaussian weights. Each bit halves it, near enough.
@@ -59,7 +59,7 @@ def test_odd_blocks(qtype: str) -> None:
 
 
 def test_pieces_join_and_shapes_are_kept() -> None:
-    rows = NUM_ROWS_AT_A_TIME // 256 + 3
+    rows = NUM_ELEMENTS_AT_A_TIME // 256 + 3
     values = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0))
     whole = quantize(values, "Q8_0")
     assert torch.equal(whole[-5:], quantize(values[-5:], "Q8_0"))

@@ -176,6 +176,8 @@ class FakeAsyncLLM:
         self.chat_template = None if template is None else ToyTemplate(template)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
+        self.media = None
+        self.media_limits: dict[Any, int] = {}
         self.generation_config = dict(generation_config or {})
         self.settings = {"architecture": "ToyForCausalLM", "dtype": "float32", "device": "cpu", "block_size": 16}
         self.tokenizer_info = {"tokenizer_class": "ToyTokenizer", "chat_template": template}
@@ -206,7 +208,7 @@ class FakeAsyncLLM:
             *self.measured.families(),
         ]
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         if self._running and not reset_running_requests:
             return False
         self.cached_prefixes.clear()
@@ -232,6 +234,7 @@ class FakeAsyncLLM:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         assert not isinstance(prompt, str)
         token_ids = list(prompt["prompt_token_ids"])

@@ -324,7 +324,10 @@ async def test_codex_turn(serve, agent_server):
     assert [item["type"] for item in done] == ["message", "function_call", "custom_tool_call", "function_call"]
     assert json.loads(done[1]["arguments"]) == {"command": ["bash", "-lc", "ls"], "workdir": "/x"}
     assert done[2]["input"] == "*** Begin Patch\n+a\n*** End Patch"
-    assert done[3]["name"] == "mcp__files__open"
+    assert (done[3]["namespace"], done[3]["name"]) == ("mcp__files", "open")
+    assert "namespace" not in done[1]
+    arguments_done = [event for event in found if event["type"] == "response.function_call_arguments.done"]
+    assert [event["name"] for event in arguments_done] == ["shell", "open"]
     final = found[-1]["response"]
     assert found[-1]["type"] == "response.completed"
     assert final["output"] == done
@@ -339,6 +342,7 @@ async def test_codex_turn(serve, agent_server):
     items += [{"type": "function_call_output", "call_id": done[i]["call_id"], "output": "ok"} for i in (1, 3)]
     items.insert(-1, {"type": "custom_tool_call_output", "call_id": done[2]["call_id"], "output": "ok"})
     again = await served.post("/v1/responses", _codex_body(input=items), **CODEX_HEADERS)
+    assert "(call mcp__files__open" in _prompt(served)
     assert _events(again.text)[-1]["type"] == "response.completed"
     assert _prompt(served).endswith("[tool]ok[tool]ok[tool]ok[assistant]")
 

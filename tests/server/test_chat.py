@@ -140,7 +140,10 @@ async def test_text_parts(serve, part):
         ([{"role": "user", "content": [{"type": "what"}]}], "messages.0.content.0.type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content.0"),
-        ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], "messages.0.content.0"),
+        (
+            [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
+            "messages.0.content.0.input_audio.data",
+        ),
         (["x"], "messages.0"),
         ("x", "messages"),
         (

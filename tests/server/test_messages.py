@@ -201,7 +201,7 @@ async def test_render(serve):
             "messages.0.content.0",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
             400,
             "invalid_request_error",
             "image",

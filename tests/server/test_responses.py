@@ -258,7 +258,10 @@ async def test_tools_of_other_kinds_are_echoed_and_named(serve):
         ({"input": [{"type": "what"}]}, "input.0"),
         ({"input": [{"role": "what", "content": "x"}]}, "input.0.role"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "input.0.content.0"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+            "input.0.content.0.file_id",
+        ),
         ({"input": "a" * 400}, "input"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"conversation": "x"}, "conversation"),

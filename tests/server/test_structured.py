@@ -231,10 +231,13 @@ async def test_strict_without_tags_is_named(serve, model):
 async def test_a_family_that_cannot_be_forced_says_so(serve, model):
     served = serve(model())
     served.state.parsers = open_parsers("glm45")
-    body = {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}
+    stated = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": stated}}]
+    body = {"messages": [USER], "tools": tools, "tool_choice": "required"}
     reply = await served.post("/v1/chat/completions", body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "tool_choice"
+    assert "parameters.a: format" in reply.json()["error"]["message"]
 
 
 async def test_a_forced_call_outranks_the_format_of_content(serve, model):

@@ -114,7 +114,8 @@ def test_control_tokens_stand_for_their_text() -> None:
     compiler = GrammarCompiler(tokenizer, tokenizer.eos_token_ids)  # token 256 is the control token "<bos>"
     lone = structural(tag("<bos>!", NUMBER, "<bos>"))
     assert follows(compiler.compile(lone).result(), tokenizer, [BOS_ID, ord("!"), ord("1"), BOS_ID])
-    assert follows(compiler.compile(lone).result(), tokenizer, list(b"<bos>!1<bos>"))
+    assert not follows(compiler.compile(lone).result(), tokenizer, list(b"<bos>!1<bos>"))
+    assert not follows(compiler.compile(lone).result(), tokenizer, [BOS_ID, *b"!1<bos>"])
     node = {"type": "triggered_tags", "triggers": ["<bos>"], "tags": [tag("<bos>n", NUMBER, ";")]}
     for head in ([BOS_ID], list(b"<bos>"), [*b"text", BOS_ID]):
         grammar = compiler.compile(structural(node)).result()

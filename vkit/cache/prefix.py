@@ -69,6 +69,8 @@ class BlockHasher:
         for index in range(len(hashes), len(sequence.token_ids) // size):
             parent = hashes[-1] if hashes else self.none_hash
             extra: Extra = _media_in(sequence, index * size, size) if sequence.media else ()
+            if sequence.adapter is not None:
+                extra = (sequence.adapter.key, *extra)
             if index == 0 and sequence.cache_salt is not None:
                 extra = (*extra, sequence.cache_salt)
             hashes.append(self._hash(parent, sequence.token_ids[index * size : (index + 1) * size], extra))

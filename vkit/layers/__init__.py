@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vkit.layers.adapted import AdapterSwitch, AdapterTarget, AdapterWeights, adapt, adapter_targets
 from vkit.layers.attention import Attention, CacheOwner
 from vkit.layers.decoder import (
     Decoder,
@@ -20,6 +21,7 @@ from vkit.layers.embedding import Embedding, LMHead, PositionEmbedding
 from vkit.layers.latent_attention import LatentAttention, LatentShape
 from vkit.layers.linear import ACTIVATIONS, Activation, GatedMLP, Linear, MergedLinear, PlainMLP
 from vkit.layers.mamba import Mamba2, MambaShape
+from vkit.layers.media_attention import attention_with_runs
 from vkit.layers.module import Module, Placement, TensorSlot
 from vkit.layers.moe import Experts, MoE, Router, Routing, SharedExpertMoE
 from vkit.layers.norm import LayerNorm, Norm, RMSNorm
@@ -28,6 +30,9 @@ from vkit.layers.rotary import MultiAxisRotary, RopeSpec, RotaryEmbedding, yarn_
 __all__ = [
     "ACTIVATIONS",
     "Activation",
+    "AdapterSwitch",
+    "AdapterTarget",
+    "AdapterWeights",
     "Attention",
     "CacheOwner",
     "CausalConv",
@@ -68,6 +73,9 @@ __all__ = [
     "SharedExpertMoE",
     "Stream",
     "TensorSlot",
+    "adapt",
+    "adapter_targets",
+    "attention_with_runs",
     "with_media",
     "yarn_mscale",
 ]

@@ -38,6 +38,27 @@ class Linear(Module):
         self._bias: Tensor | None = None
         self._method: LinearMethod
 
+    row_order: Tensor | None = None
+    """Outputs are in the stored order."""
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self._shape[0 if self._is_transposed else 1]
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return self._shape[1 if self._is_transposed else 0]
+
+    def projections(self) -> list[tuple[str, int]]:
+        """Itself, under its own name."""
+        return [("", self.out_features)]
+
+    def wrap_method(self, wrap: Callable[[LinearMethod], LinearMethod]) -> None:
+        """Multiply by what `wrap` makes of the method so far."""
+        self._method = wrap(self._method)
+
     def slots(self) -> list[TensorSlot]:
         """weight, and bias if there is one."""
         bias = [TensorSlot("bias", (self._shape[0 if not self._is_transposed else 1],))] if self._has_bias else []
@@ -86,6 +107,29 @@ class MergedLinear(Module):
         """The stored row that each output takes, for checkpoints that interleave projections."""
         self._bias: Tensor | None = None
         self._method: LinearMethod
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self._in_features
+
+    @property
+    def out_features(self) -> int:
+        """Widths of all parts together."""
+        return sum(self._parts.values())
+
+    @property
+    def row_order(self) -> Tensor | None:
+        """The stored row that each output takes; None: they are in order."""
+        return self._row_order
+
+    def projections(self) -> list[tuple[str, int]]:
+        """Name and width of each part, in the order of the outputs."""
+        return list(self._parts.items())
+
+    def wrap_method(self, wrap: Callable[[LinearMethod], LinearMethod]) -> None:
+        """Multiply by what `wrap` makes of the method so far."""
+        self._method = wrap(self._method)
 
     def choose_form(self, is_stored: Callable[[str], bool]) -> None:
         """One fused tensor, if that is what the checkpoint holds."""
@@ -160,10 +204,13 @@ class PlainMLP(Module):
         bias: bool = True,
         names: tuple[str, str] = ("fc1", "fc2"),
         is_transposed: bool = False,
+        out_features: int | None = None,
     ) -> None:
+        """`out_features`: the width of the result, where it is not `hidden_size`."""
         self.names = {"fc1": names[0], "fc2": names[1]}
         self.fc1 = Linear(hidden_size, intermediate_size, bias=bias, is_transposed=is_transposed)
-        self.fc2 = Linear(intermediate_size, hidden_size, bias=bias, is_transposed=is_transposed)
+        out = hidden_size if out_features is None else out_features
+        self.fc2 = Linear(intermediate_size, out, bias=bias, is_transposed=is_transposed)
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:

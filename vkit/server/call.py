@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -15,7 +15,8 @@ from litestar import Request
 from litestar.response.base import Response
 
 from vkit.server.bodies import check_content_type, decode_body
-from vkit.server.problems import Problem, bad_request
+from vkit.server.forms import Form, decode_form
+from vkit.server.problems import Problem, bad_request, clip
 from vkit.server.settings import ServerSettings
 from vkit.server.state import ServerState
 from vkit.server.stream import KEEP_ALIVE, EventStream, Frames, disconnected, kept_alive
@@ -117,6 +118,23 @@ class Call:
             self.exchange.request_id = given
         self._note_labels(body)
         return body
+
+    async def form(self, *, known: Sequence[str], without_effect: Sequence[str] = ()) -> Form:
+        """The multipart body; notes unknown fields, and known ones `without_effect` here.
+
+        Raises:
+            Problem: 400 or 413.
+        """
+        form = decode_form(self.header("content-type"), await self._read_body())
+        names = [name.removesuffix("[]") for name in dict.fromkeys(form.names())]
+        unknown = [name for name in names if name not in known]
+        if unknown and self.settings.reject_unknown_fields:
+            raise bad_request(f"{clip(unknown[0])}: unknown field", clip(unknown[0]))
+        for name in unknown:
+            if self.state.first_sighting(name):
+                logger.info("unknown request field %r is ignored", name[:100])
+        self.ignored.extend(name for name in names if name in without_effect or name in unknown)
+        return form
 
     def _note_labels(self, body: msgspec.Struct) -> None:
         session = getattr(body, "session_id", None) or self.header("x-session-id")

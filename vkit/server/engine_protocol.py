@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from vkit.media import MediaLimits, MediaProcessor, PlacedPrompt
 from vkit.metrics import MetricFamily
 from vkit.types import RequestOutput, SamplingParams, StructuredOutputs
 
@@ -117,14 +118,31 @@ class Engine(Protocol):
     def is_healthy(self) -> bool:
         """False once the step loop died."""
 
+    @property
+    def media(self) -> MediaProcessor | None:
+        """How the model takes images, videos and sound; None: text only."""
+
+    @property
+    def media_limits(self) -> MediaLimits:
+        """Most items of each kind in one prompt."""
+
+    async def place_media(self, token_ids: list[int], multi_modal_data: Mapping[str, Any]) -> PlacedPrompt:
+        """The prompt with its media in place, for `generate`.
+
+        Raises:
+            InvalidRequest: media the model does not take, or that do not belong to the prompt's placeholders.
+        """
+
     def generate(
         self,
-        prompt: str | Mapping[str, Any],
+        prompt: str | Mapping[str, Any] | PlacedPrompt,
         params: SamplingParams,
         *,
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; closing the iterator early aborts the request.
 
@@ -144,8 +162,12 @@ class Engine(Protocol):
     def metric_families(self) -> list[MetricFamily]:
         """A snapshot of everything the engine measures."""
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forget all reusable blocks. False when running requests still hold some."""
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
+        """Forget all reusable blocks, on request those of a cache connector too. False when some are still held.
+
+        Raises:
+            InvalidRequest: `reset_external` without a connector.
+        """
 
     async def shutdown(self) -> None:
         """Stop the step loop and free the model."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vkit.errors import RequestFailed
+from vkit.media import PlacedPrompt
 from vkit.server.engine_protocol import Engine
 from vkit.server.state import ServerState
 from vkit.types import (
@@ -33,6 +35,10 @@ class EnginePrompt:
     token_ids: list[int]
     text: str | None
     params: SamplingParams
+    placed: PlacedPrompt | None = None
+    """The same tokens with their media, if there are any."""
+    lora: str | None = None
+    """The adapter to run with."""
 
 
 @dataclass(slots=True)
@@ -71,6 +77,11 @@ class PromptResult:
     times: RequestMetrics | None = None
 
 
+def has_connector(engine: Engine) -> bool:
+    """Whether the engine keeps cache entries beyond itself."""
+    return engine.settings.get("kv_transfer_config") is not None
+
+
 class Run:
     """The engine's work for one HTTP call. Iterate `deltas` once; closing it early aborts everything unfinished."""
 
@@ -82,7 +93,9 @@ class Run:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> None:
+        """`kv_transfer_params` are for the engine's cache connector; without one they have no effect."""
         self.state = state
         self.engine: Engine = state.engine
         self.client_id = client_id
@@ -91,6 +104,9 @@ class Run:
         self.num_completion_tokens = 0
         self._priority = priority
         self._cache_salt = cache_salt
+        self._transfer_params = kv_transfer_params if has_connector(self.engine) else None
+        self.kv_transfer_params: Mapping[str, Any] | None = None
+        """What the connector says to the client, once everything has finished."""
         self._ids = [f"{client_id}#{next(_unique)}" for _ in prompts]
         self._num_tokens = {(i, k): 0 for i, prompt in enumerate(prompts) for k in range(prompt.params.n)}
         self._unfinished = set(self._num_tokens)
@@ -166,12 +182,15 @@ class Run:
 
     async def _one(self, index: int, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt = self.prompts[index]
+        keywords = {} if prompt.lora is None else {"lora": prompt.lora}
         outputs = self.engine.generate(
-            {"prompt_token_ids": prompt.token_ids},
+            {"prompt_token_ids": prompt.token_ids} if prompt.placed is None else prompt.placed,
             prompt.params.with_(output_kind=kind),
             request_id=self._ids[index],
             priority=self._priority,
             cache_salt=self._cache_salt,
+            **keywords,
+            kv_transfer_params=self._transfer_params,
         )
         try:
             async for output in outputs:
@@ -205,6 +224,8 @@ class Run:
             result.logprobs = output.prompt_logprobs
         if output.metrics is not None:
             result.times = output.metrics
+        if output.kv_transfer_params is not None:
+            self.kv_transfer_params = output.kv_transfer_params
         result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
 
     def _note_part(self, prompt_index: int, part: CompletionOutput) -> Delta | None:

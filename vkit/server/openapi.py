@@ -91,7 +91,8 @@ def _operation(row: Route, method: str, by_shape: dict[str, dict[str, Any]]) -> 
     if parameters:
         operation["parameters"] = parameters
     if row.body is not None:
-        content = {"application/json": {"schema": by_shape[repr(row.body)]}}
+        media_type = "multipart/form-data" if row.is_form else "application/json"
+        content = {media_type: {"schema": by_shape[repr(row.body)]}}
         operation["requestBody"] = {"required": True, "content": content}
     if row.needs_key:
         operation["security"] = [{}, {"bearer": []}, {"api_key": []}]

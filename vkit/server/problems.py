@@ -14,6 +14,7 @@ from http import HTTPStatus
 import msgspec
 
 from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
+from vkit.media.unusable import ForbiddenMedia, UnusableMedia
 
 logger = logging.getLogger("vkit.server")
 
@@ -119,7 +120,8 @@ def problem_from(exc: BaseException) -> Problem:
     if isinstance(exc, Problem):
         return exc
     if isinstance(exc, InvalidRequest):
-        return Problem(400, str(exc), exc.param)
+        status = 422 if isinstance(exc, UnusableMedia) else 403 if isinstance(exc, ForbiddenMedia) else 400
+        return Problem(status, str(exc), exc.param)
     if isinstance(exc, RequestFailed | EngineDeadError):
         logger.error("request failed: %s", exc)
     else:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from vkit.media.conversation import with_placeholders
 from vkit.server.engine_protocol import ChatTemplate, Engine, Tokenizer
+from vkit.server.media import MediaReference
 from vkit.server.problems import bad_request
 
 T = TypeVar("T")
@@ -30,6 +32,8 @@ class ChatPrompt:
     continue_final_message: bool = False
     add_special_tokens: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    media: Sequence[MediaReference] = ()
+    """What the conversation's media parts refer to, in order."""
     template: str | None = None
     """Template source of the request itself."""
 
@@ -82,9 +86,14 @@ async def render_chat(engine: Engine, prompt: ChatPrompt, compile_template: Call
             "messages",
         )
 
+    messages = prompt.messages
+    if prompt.media and template.content_format == "string":
+        assert engine.media is not None, "references were checked"
+        messages = with_placeholders(messages, engine.media)
+
     def work() -> str:
         return template.render(
-            prompt.messages,
+            messages,
             tools=prompt.tools,
             documents=prompt.documents,
             add_generation_prompt=prompt.add_generation_prompt,

@@ -9,6 +9,7 @@ import msgspec
 
 from vkit.server.call import Handler
 from vkit.server.problems import is_anthropic_path
+from vkit.server.settings import ModelKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,11 @@ class Route:
     needs_key: bool = True
     needs_engine: bool = False
     """Answers 503 until the model is loaded, and counts as load."""
+    kinds: tuple[ModelKind, ...] = (ModelKind.TEXT,)
+    """Models that can answer, where the engine is needed; others get 501."""
     body: type[msgspec.Struct] | None = None
+    is_form: bool = False
+    """Whether the body is multipart/form-data instead of JSON."""
     reply: Any = None
     """Type of the JSON reply; None for one that is not JSON."""
     streams: bool = False

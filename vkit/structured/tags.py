@@ -252,11 +252,11 @@ class _Writer:
         return self._named(f"{name} | TEXT <[{token_id}]>" + (f" {self._literal(rest)}" if rest else ""))
 
     def _literal(self, text: str) -> str:
-        """Fixed text; where it spells a control token, that token or its letters."""
+        """Fixed text; what spells a control token is that token, and never its letters."""
         for special, token_id in self._special_texts:
             before, found, after = text.partition(special)
             if found:
-                parts = [f"(<[{token_id}]> | {_quoted(special)})"]
+                parts = [f"<[{token_id}]>"]
                 if before:
                     parts.insert(0, self._literal(before))
                 if after:

@@ -48,7 +48,7 @@ _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".jo
 
 
 @dataclass(frozen=True)
-class _Metadata:
+class GGUFVocabulary:
     """The tokenizer part of a file's metadata, checked."""
 
     values: Mapping[str, Any]
@@ -142,7 +142,7 @@ def tokenizer_from_gguf(
         CheckpointError: a needed key is missing or contradicts another.
         ModelLoadError: a tokenizer model that is not supported; the message names it.
     """
-    data = _Metadata(metadata, architecture, origin)
+    data = GGUFVocabulary(metadata, architecture, origin)
     build = {"gpt2": _byte_level_core, "llama": _sentencepiece_core, "gemma4": _character_core}[data.model]
     user_texts, all_texts = data.texts_of(USER_DEFINED), data.texts_of(UNKNOWN, CONTROL, USER_DEFINED)
     encoder = _CutEncoder(build(data), user_texts, all_texts, _swallowing_ids(data))
@@ -227,7 +227,7 @@ class _Cutter:
             yield self._ids[index] if index else text[start:end]
 
 
-def _byte_level_core(data: _Metadata) -> _Core:
+def _byte_level_core(data: GGUFVocabulary) -> _Core:
     """Byte-level BPE: cut by regular expressions, write bytes in the byte alphabet, merge by rank."""
     vocab = data.texts_of(NORMAL, UNUSED, BYTE)
     core = LibraryTokenizer(
@@ -239,7 +239,7 @@ def _byte_level_core(data: _Metadata) -> _Core:
     return _library_core(core)
 
 
-def _character_core(data: _Metadata) -> _Core:
+def _character_core(data: GGUFVocabulary) -> _Core:
     """BPE on characters with bytes as the last resort (gemma4): lines are cut apart, spaces are U+2581."""
     vocab = data.texts_of(NORMAL, UNUSED, BYTE)
     core = LibraryTokenizer(_fallback_bpe(data, vocab, _merges(data, vocab)))
@@ -248,11 +248,11 @@ def _character_core(data: _Metadata) -> _Core:
     return _library_core(core)
 
 
-def _sentencepiece_core(data: _Metadata) -> _Core:
+def _sentencepiece_core(data: GGUFVocabulary) -> _Core:
     """SentencePiece BPE: the pair whose union has the highest score merges first, with bytes as the last resort."""
     vocab = data.texts_of(NORMAL, USER_DEFINED, UNUSED, BYTE)
-    has_prefix = _has_space_prefix(data)
-    ranked = _merges_by_score(data, vocab)
+    has_prefix = has_space_prefix(data)
+    ranked = merges_by_score(data)
     if ranked is None:
         return _score_merger(data, vocab, has_prefix).encode
     core = LibraryTokenizer(_fallback_bpe(data, vocab, ranked))
@@ -261,7 +261,7 @@ def _sentencepiece_core(data: _Metadata) -> _Core:
     return _library_core(core)
 
 
-def _score_merger(data: _Metadata, vocab: Mapping[str, int], has_prefix: bool) -> ScoreMerger:
+def _score_merger(data: GGUFVocabulary, vocab: Mapping[str, int], has_prefix: bool) -> ScoreMerger:
     return ScoreMerger(
         scores={data.tokens[i]: data.scores[i] for i in data.ids_of(NORMAL)},
         ids={text: i for text, i in vocab.items() if data.types[i] != BYTE},
@@ -279,7 +279,7 @@ def _library_core(library: LibraryTokenizer) -> _Core:
     return encode
 
 
-def _fallback_bpe(data: _Metadata, vocab: dict[str, int], merges: list[tuple[str, str]]) -> models.BPE:
+def _fallback_bpe(data: GGUFVocabulary, vocab: dict[str, int], merges: list[tuple[str, str]]) -> models.BPE:
     unknown = data.token_id("unknown")
     if unknown is None or not _is_unicode(data.tokens[unknown]):
         return models.BPE(vocab=vocab, merges=merges, byte_fallback=True)
@@ -287,7 +287,7 @@ def _fallback_bpe(data: _Metadata, vocab: dict[str, int], merges: list[tuple[str
     return models.BPE(vocab={**vocab, text: unknown}, merges=merges, byte_fallback=True, unk_token=text, fuse_unk=True)
 
 
-def _merges(data: _Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+def _merges(data: GGUFVocabulary, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     """The file's merges as pairs; those that name control tokens or broken texts can never apply and are left out."""
     pairs = [tuple(merge.split(" ")) for merge in data.merges]
     for rank, pair in enumerate(pairs):
@@ -298,12 +298,13 @@ def _merges(data: _Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     return [(left, right) for left, right in pairs if left in vocab and right in vocab and left + right in vocab]
 
 
-def _merges_by_score(data: _Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]] | None:
+def merges_by_score(data: GGUFVocabulary) -> list[tuple[str, str]] | None:
     """Merges that make BPE choose as SentencePiece does: by falling score of the result, then by ids of the parts.
 
     None when two results have the same score: then the place in the text decides, and no order of merges can say so.
     """
     types, tokens, scores = data.types, data.tokens, data.scores
+    vocab = data.texts_of(NORMAL, USER_DEFINED, UNUSED, BYTE)
     parts = {text: i for text, i in vocab.items() if types[i] != BYTE}
     merges: list[tuple[str, str]] = []
     last_score = None
@@ -324,7 +325,7 @@ def _merges_by_score(data: _Metadata, vocab: Mapping[str, int]) -> list[tuple[st
     return merges
 
 
-def _vocabulary(data: _Metadata) -> Vocabulary:
+def _vocabulary(data: GGUFVocabulary) -> Vocabulary:
     tokens = data.tokens
     num_tokens = len(tokens)
     return Vocabulary(
@@ -334,19 +335,20 @@ def _vocabulary(data: _Metadata) -> Vocabulary:
         special_ids=frozenset(data.ids_of(UNKNOWN, CONTROL)),
         spell=byte_level_bytes if data.model == "gpt2" else sentencepiece_bytes,
         byte_values=_byte_values(data),
-        has_space_prefix=data.model == "llama" and _has_space_prefix(data),
+        has_space_prefix=data.model == "llama" and has_space_prefix(data),
     )
 
 
-def _byte_values(data: _Metadata) -> dict[int, int]:
+def _byte_values(data: GGUFVocabulary) -> dict[int, int]:
     return {i: int(m[1], 16) for i in data.ids_of(BYTE) if (m := _BYTE_PIECE.fullmatch(data.tokens[i]))}
 
 
-def _has_space_prefix(data: _Metadata) -> bool:
+def has_space_prefix(data: GGUFVocabulary) -> bool:
+    """Whether a space is put before a text."""
     return data.flag("add_space_prefix", default=not data.architecture.startswith("gemma"))
 
 
-def _swallowing_ids(data: _Metadata) -> frozenset[int]:
+def _swallowing_ids(data: GGUFVocabulary) -> frozenset[int]:
     """Tokens that take the white space after them along. The file cannot say so; phi-3's own tokenizer does."""
     if data.architecture != "phi3" or data.model != "llama":
         return frozenset()
@@ -358,7 +360,7 @@ def _swallowing_ids(data: _Metadata) -> frozenset[int]:
     )
 
 
-def _end_ids(data: _Metadata) -> frozenset[int]:
+def _end_ids(data: GGUFVocabulary) -> frozenset[int]:
     """Every token that ends a generation."""
     texts = data.texts_of(CONTROL, USER_DEFINED)
     ends = {token_id for text, token_id in texts.items() if text in _END_TEXTS}
@@ -368,7 +370,7 @@ def _end_ids(data: _Metadata) -> frozenset[int]:
     return frozenset(ends)
 
 
-def _role_id(data: _Metadata, role: str, wanted: str | None) -> int | None:
+def _role_id(data: GGUFVocabulary, role: str, wanted: str | None) -> int | None:
     if wanted is None:
         return data.token_id(role)
     for token_id, token in enumerate(data.tokens):

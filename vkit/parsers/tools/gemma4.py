@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from vkit.parsers.call_syntax import DialectSyntax
 from vkit.parsers.registry import register_tool_parser
 from vkit.parsers.scan import Malformed, Steps, marks_of
 from vkit.parsers.schema import STRING, coerced, dumps
@@ -25,7 +28,13 @@ class Gemma4(ToolReader):
     marker_order = 210
     forcing = Forcing.SYNTAX
     keeps_partial = True
+    native_separator = ""
     _is_in_string = False
+
+    @classmethod
+    def native_call(cls, tool: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A call in the dialect."""
+        return DialectSyntax(tool, _QUOTE).call(f"{_BEGIN}call:", _END)
 
     def read(self) -> Steps[None]:
         """Calls."""

@@ -24,7 +24,7 @@ class KimiK2(VerbatimCalls):
     marker_order = 190
     forcing = Forcing.TAGS
     native_block = (_SECTION, _SECTION_END)
-    native_separator = None  # calls are numbered, which tags cannot do
+    native_separator = None  # calls are numbered: see native_tags_at
 
     def read(self) -> Steps[None]:
         """Sections of calls."""
@@ -68,4 +68,9 @@ class KimiK2(VerbatimCalls):
     @classmethod
     def native_tags(cls, name: str) -> tuple[str, str] | None:
         """The marks and the header of a first call, and the mark that closes it."""
-        return f"{_CALL}functions.{name}:0 {_ARGUMENTS}", _CALL_END
+        return cls.native_tags_at(name, 0)
+
+    @classmethod
+    def native_tags_at(cls, name: str, index: int) -> tuple[str, str] | None:
+        """The marks and the header of a call, which ends in its number, and the mark that closes it."""
+        return f"{_CALL}functions.{name}:{index} {_ARGUMENTS}", _CALL_END

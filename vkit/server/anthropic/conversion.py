@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from vkit.errors import InvalidRequest
 from vkit.server.anthropic.schemas import NO_EFFECT_FIELDS, CountTokensBody, MessagesBody
 from vkit.server.call import Call
 from vkit.server.engine_protocol import ChatTemplate
+from vkit.server.media import MediaReference
 from vkit.server.openai.schemas import ChatBody
 from vkit.server.openai.tools import NO_TOOLS, ToolUse, check_function, known_name, resolved
 from vkit.server.problems import bad_request, clip
@@ -208,33 +210,65 @@ def _is_billing(block: Json) -> bool:
 
 def _user_messages(blocks: list[Block]) -> list[Json]:
     made: list[Json] = []
-    texts: list[str] = []
+    parts: list[str | MediaReference] = []
 
     def flush() -> None:
-        if texts:
-            made.append({"role": "user", "content": "\n".join(texts)})
-            texts.clear()
+        if parts:
+            made.append({"role": "user", "content": _joined(parts)})
+            parts.clear()
 
     for block, where in blocks:
         if block["type"] == "tool_result":
-            flush()
-            made.append(_tool_message(block, where))
+            if not all(isinstance(part, MediaReference) for part in parts):
+                flush()
+            message, media = _tool_message(block, where)
+            made.append(message)
+            parts.extend(media)
+        elif block["type"] == "image":
+            parts.append(_image(block, where))
         else:
-            texts.append(_plain_text(block, where))
+            parts.append(_plain_text(block, where))
     flush()
     return made or [{"role": "user", "content": ""}]
 
 
-def _tool_message(block: Json, where: str) -> Json:
+def _joined(parts: Sequence[str | MediaReference]) -> str | list[Any]:
+    """Content of a message: neighbouring texts joined, and one text alone where there are no media."""
+    made: list[Any] = []
+    for is_text, run in itertools.groupby(parts, lambda part: isinstance(part, str)):
+        if is_text:
+            made.append({"type": "text", "text": "\n".join(part for part in run if isinstance(part, str))})
+        else:
+            made.extend(run)
+    only = made[0]
+    return only["text"] if len(made) == 1 and isinstance(only, dict) else made
+
+
+def _image(block: Json, where: str) -> MediaReference:
+    source = block.get("source")
+    if not isinstance(source, dict):
+        source = {}
+    kind = source.get("type")
+    if kind == "base64":
+        data = _string(source, "data", f"{where}.source")
+        return MediaReference("image", where, base64_data=data)
+    if kind == "url":
+        return MediaReference("image", where, url=_string(source, "url", f"{where}.source"))
+    raise bad_request(f"{where}.source.type: expected base64 or url, got {clip(kind)}", f"{where}.source")
+
+
+def _tool_message(block: Json, where: str) -> tuple[Json, list[MediaReference]]:
+    """A tool's result, and the images in it: they go to the user message that follows."""
     tool_use_id = block.get("tool_use_id")
     if not isinstance(tool_use_id, str):
         raise bad_request(f"{where}.tool_use_id: this field is required", f"{where}.tool_use_id")
     content = block.get("content")
     parts = [] if content is None else _blocks(content, f"{where}.content")
-    text = "\n".join(_plain_text(part, place) for part, place in parts)
+    media = [_image(part, place) for part, place in parts if part["type"] == "image"]
+    text = "\n".join(_plain_text(part, place) for part, place in parts if part["type"] != "image")
     if block.get("is_error") and not text.startswith("Error"):
         text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": tool_use_id, "content": text}
+    return {"role": "tool", "tool_call_id": tool_use_id, "content": text}, media
 
 
 def _assistant_message(blocks: list[Block]) -> Json:
@@ -275,7 +309,7 @@ def _plain_text(block: Json, where: str) -> str:
             return _string(source, "data", f"{where}.source")
         raise bad_request(f"{where}.source: only text documents are supported", f"{where}.source")
     if kind == "image":
-        raise bad_request(f"{where}: this model takes no image input", where)
+        raise bad_request(f"{where}: no image is taken here", where)
     raise bad_request(f"{where}.type: block type {clip(kind)} is not supported here", f"{where}.type")
 
 

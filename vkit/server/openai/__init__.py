@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vkit.server.openai.chat import chat_completions, render_chat_completions
 from vkit.server.openai.completions import completions, render_completions
+from vkit.server.openai.embeddings import EmbeddingBody, EmbeddingReply, embeddings
 from vkit.server.openai.models import get_model, list_models
 from vkit.server.openai.responses.routes import (
     cancel_response,
@@ -28,9 +29,12 @@ from vkit.server.openai.schemas import (
     TokenizeReply,
 )
 from vkit.server.openai.tokenize import detokenize, tokenize, tokenizer_info
+from vkit.server.openai.transcriptions import Transcription, TranscriptionForm, transcriptions
 from vkit.server.routes import Parameter, Route
 from vkit.server.schema import Json
-from vkit.server.settings import ServerSettings
+from vkit.server.settings import ModelKind, ServerSettings
+
+ANY_MODEL = tuple(ModelKind)
 
 
 def openai_routes(settings: ServerSettings) -> list[Route]:
@@ -89,6 +93,7 @@ def openai_routes(settings: ServerSettings) -> list[Route]:
             "Text or chat to token ids",
             "tokens",
             needs_engine=True,
+            kinds=ANY_MODEL,
             body=TokenizeBody,
             reply=TokenizeReply,
         ),
@@ -99,6 +104,7 @@ def openai_routes(settings: ServerSettings) -> list[Route]:
             "Token ids to text",
             "tokens",
             needs_engine=True,
+            kinds=ANY_MODEL,
             body=DetokenizeBody,
             reply=DetokenizeReply,
         ),
@@ -112,10 +118,46 @@ def openai_routes(settings: ServerSettings) -> list[Route]:
                 "Show the tokenizer's configuration",
                 "tokens",
                 needs_engine=True,
+                kinds=ANY_MODEL,
                 reply=Json,
             )
         )
-    return routes
+    return [*routes, *_routes_of(settings.model_kind)]
+
+
+def _routes_of(kind: ModelKind) -> list[Route]:
+    """Routes that only a certain kind of model has."""
+    if kind is ModelKind.EMBEDDING:
+        return [
+            Route(
+                ("POST",),
+                "/v1/embeddings",
+                embeddings,
+                "One vector per input",
+                "embeddings",
+                needs_engine=True,
+                kinds=(kind,),
+                body=EmbeddingBody,
+                reply=EmbeddingReply,
+            )
+        ]
+    if kind is ModelKind.SPEECH:
+        return [
+            Route(
+                ("POST",),
+                "/v1/audio/transcriptions",
+                transcriptions,
+                "Text of a recording",
+                "audio",
+                needs_engine=True,
+                kinds=(kind,),
+                body=TranscriptionForm,
+                is_form=True,
+                reply=Transcription,
+                streams=True,
+            )
+        ]
+    return []
 
 
 def _response_routes() -> list[Route]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from litestar.response.base import Response
 
+from vkit.media import PlacedPrompt
 from vkit.server.call import Call
 from vkit.server.inference import Choice, Delta, EnginePrompt, Run, best_choices
+from vkit.server.media import MediaReference, check_references, place_media
 from vkit.server.openai.beam import beam_search
 from vkit.server.openai.completions import log_outputs
 from vkit.server.openai.logprobs import LogprobWriter, prompt_logprobs
@@ -94,7 +96,12 @@ async def chat_completions(call: Call) -> Response[Any]:
     if body.use_beam_search:
         return await _beam_reply(call, prepared)
     run = Run(
-        call.state, f"chatcmpl-{call.rid}", [prepared.prompt], priority=prepared.priority, cache_salt=body.cache_salt
+        call.state,
+        f"chatcmpl-{call.rid}",
+        [prepared.prompt],
+        priority=prepared.priority,
+        cache_salt=body.cache_salt,
+        kv_transfer_params=body.kv_transfer_params,
     )
     if body.stream:
         return await call.events(_chunks(call, prepared, run), ending_with_done)
@@ -172,7 +179,7 @@ async def prepare(
     token_ids = await encode_rendered(engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
         raise bad_request("messages: the rendered prompt has no tokens", "messages")
-    token_ids = truncate_prompt(token_ids, body, engine.max_model_len)
+    token_ids, placed = await _with_media(call, body, chat, token_ids)
     room = room_for(len(token_ids), engine.max_model_len, "messages") if must_fit else engine.max_model_len
     params = build_params(body, wanted, state.defaults.values, room, engine.tokenizer)
     context = ReplyContext(
@@ -192,7 +199,7 @@ async def prepare(
     return Prepared(
         body,
         model,
-        EnginePrompt(token_ids, text, params),
+        EnginePrompt(token_ids, text, params, placed, lora=state.lora_of(body.model)),
         role,
         n,
         priority,
@@ -201,6 +208,21 @@ async def prepare(
         context,
         chat.variables,
     )
+
+
+async def _with_media(
+    call: Call, body: ChatBody, chat: ChatPrompt, token_ids: list[int]
+) -> tuple[list[int], PlacedPrompt | None]:
+    """The prompt at its full length, and with its media if it has any."""
+    engine = call.state.engine
+    if not chat.media:
+        return truncate_prompt(token_ids, body, engine.max_model_len), None
+    for name in ("truncate_prompt_tokens", "use_beam_search"):
+        if getattr(body, name):
+            raise bad_request(f"{name}: cannot be combined with media", name)
+    placed = await call.while_connected(place_media(engine, call.state.media, token_ids, chat.media))
+    assert placed is not None, "there are media"
+    return placed.token_ids, placed
 
 
 def _check_flags(call: Call, body: ChatBody) -> None:
@@ -292,12 +314,14 @@ def chat_prompt(call: Call, body: ChatBody, tool_use: ToolUse) -> ChatPrompt:
     source = body.chat_template if body.chat_template is not None else (template.source if template else "")
     continues = bool(body.continue_final_message)
     adds_prompt = body.add_generation_prompt
+    media: list[MediaReference] = []
+    messages = template_messages(
+        body.messages, has_developer_role="developer" in source, ignored=call.ignored, media=media
+    )
+    engine = call.state.engine
+    check_references(media, engine.media.kinds if engine.media is not None else (), engine.media_limits)
     return ChatPrompt(
-        template_messages(
-            body.messages,
-            has_developer_role="developer" in source,
-            ignored=call.ignored,
-        ),
+        messages,
         tools=list(tool_use.offered) or None,
         add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
@@ -305,6 +329,7 @@ def chat_prompt(call: Call, body: ChatBody, tool_use: ToolUse) -> ChatPrompt:
         documents=body.documents,
         variables=template_variables(call, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort),
         template=body.chat_template,
+        media=media,
     )
 
 
@@ -338,7 +363,7 @@ def _echoed(last: Mapping[str, Any], role: str) -> str:
     content = last.get("content")
     if last["role"] != role or not content:
         return ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
 
 
 class ReplyWriter:
@@ -463,6 +488,7 @@ def _whole_reply(call: Call, prepared: Prepared, run: Run, choices: list[Choice]
         else None
     )
     reply.metrics = timings_of(call, run)
+    reply.kv_transfer_params = None if run.kv_transfer_params is None else dict(run.kv_transfer_params)
     return reply
 
 

@@ -7,23 +7,12 @@ from typing import Any
 
 import msgspec
 
+from vkit.server.media import MEDIA_PARTS, MediaReference, media_reference
 from vkit.server.problems import bad_request, clip
 from vkit.server.schema import Json
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-MEDIA_PARTS = {
-    "image_url": "image",
-    "input_image": "image",
-    "image": "image",
-    "video_url": "video",
-    "input_video": "video",
-    "video": "video",
-    "audio_url": "audio",
-    "input_audio": "audio",
-    "audio": "audio",
-    "file": "file",
-    "input_file": "file",
-}
+FILE_PARTS = frozenset({"file", "input_file"})
 
 _KNOWN_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal"}
@@ -31,25 +20,34 @@ _KNOWN_KEYS = frozenset(
 
 
 def template_messages(
-    messages: Sequence[Json], *, has_developer_role: bool, ignored: list[str], where: str = "messages"
+    messages: Sequence[Json],
+    *,
+    has_developer_role: bool,
+    ignored: list[str],
+    media: list[MediaReference],
+    where: str = "messages",
 ) -> list[Json]:
     """The conversation, checked. Parts stay a list: the template knows whether it wants them joined.
+
+    Media parts become bare ones, such as {"type": "image"}, and what they refer to is appended to `media`.
 
     Raises:
         Problem: 400 naming the message and its key.
     """
     if not messages:
         raise bad_request(f"{where}: must have at least one message", where)
-    return [_message(message, f"{where}.{i}", has_developer_role, ignored) for i, message in enumerate(messages)]
+    return [_message(message, f"{where}.{i}", has_developer_role, ignored, media) for i, message in enumerate(messages)]
 
 
-def _message(message: Json, where: str, has_developer_role: bool, ignored: list[str]) -> Json:
+def _message(
+    message: Json, where: str, has_developer_role: bool, ignored: list[str], media: list[MediaReference]
+) -> Json:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise bad_request(f"{where}.role: expected a role name, got {clip(role)}", f"{where}.role")
     ignored.extend(f"{where}.{key}" for key in message if key not in _KNOWN_KEYS and message[key] is not None)
     made: Json = {"role": "system" if role == "developer" and not has_developer_role else role}
-    made["content"] = _content(message.get("content"), role, where)
+    made["content"] = _content(message.get("content"), role, where, ignored, media)
     for key in ("name", "tool_call_id"):
         if message.get(key) is not None:
             made[key] = _text(message[key], f"{where}.{key}")
@@ -105,7 +103,7 @@ def parse_arguments(text: str, where: str) -> Any:
         raise bad_request(f"{where}: not valid JSON ({exc})", where) from None
 
 
-def _content(content: Any, role: str, where: str) -> str | list[Json]:
+def _content(content: Any, role: str, where: str, ignored: list[str], media: list[MediaReference]) -> str | list[Json]:
     where = f"{where}.content"
     if isinstance(content, str):
         return content
@@ -115,14 +113,25 @@ def _content(content: Any, role: str, where: str) -> str | list[Json]:
         raise bad_request(f"{where}: this field is required for role {clip(role)!r}", where)
     if not isinstance(content, list):
         raise bad_request(f"{where}: expected a string or a list of parts", where)
-    return [{"type": "text", "text": part_text(part, f"{where}.{i}")} for i, part in enumerate(content)]
+    made: list[Json] = []
+    for i, part in enumerate(content):
+        place = f"{where}.{i}"
+        if isinstance(part, MediaReference):  # another route's, read already
+            media.append(part)
+            made.append({"type": part.kind})
+        elif isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
+            media.append(media_reference(part, place, ignored))
+            made.append({"type": media[-1].kind})
+        else:
+            made.append({"type": "text", "text": part_text(part, place)})
+    return made
 
 
 def part_text(part: Any, where: str) -> str:
     """The text of one content part.
 
     Raises:
-        Problem: 400 for media, which a text model cannot take, and for unknown kinds.
+        Problem: 400 for media, which have no place here, for files, and for unknown kinds.
     """
     if isinstance(part, str):
         return part
@@ -136,7 +145,9 @@ def part_text(part: Any, where: str) -> str:
     if kind == "refusal":
         return _text(part.get("refusal"), f"{where}.refusal")
     if isinstance(kind, str) and kind in MEDIA_PARTS:
-        raise bad_request(f"{where}: this model takes no {MEDIA_PARTS[kind]} input (part type {kind!r})", where)
+        raise bad_request(f"{where}: no {MEDIA_PARTS[kind]} is taken here (part type {kind!r})", where)
+    if isinstance(kind, str) and kind in FILE_PARTS:
+        raise bad_request(f"{where}: files are not taken here (part type {kind!r})", where)
     raise bad_request(f"{where}.type: unknown part type {clip(kind)}", f"{where}.type")
 
 

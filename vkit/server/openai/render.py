@@ -8,6 +8,7 @@ from vkit.server.call import Call
 from vkit.server.engine_protocol import Tokenizer
 from vkit.server.inference import EnginePrompt
 from vkit.server.openai.schemas import Rendered
+from vkit.server.problems import bad_request
 from vkit.server.prompts import token_offsets
 from vkit.server.schema import ChoiceBody
 from vkit.types import RepetitionDetection, SamplingParams, StructuredOutputs
@@ -68,8 +69,10 @@ def rendered(
     """One prompt as /inference/v1/generate takes it.
 
     Raises:
-        Problem: 400 when token offsets are asked for and the tokenizer has none.
+        Problem: 400 when token offsets are asked for and the tokenizer has none, and for media, which no token says.
     """
+    if prompt.placed is not None:
+        raise bad_request("messages: media cannot be rendered as a request of token ids", "messages")
     offsets = None
     if body.return_token_offsets and prompt.text is not None:
         offsets = token_offsets(tokenizer, prompt.text, prompt.token_ids)

@@ -7,6 +7,7 @@ from typing import Any
 from litestar.response.base import Response
 
 from vkit.server.call import Call
+from vkit.server.media import place_media
 from vkit.server.openai.chat import (
     chat_prompt,
     check_media_kwargs,
@@ -54,7 +55,9 @@ async def _chat_ids(call: Call, body: TokenizeBody) -> list[int]:
     engine = call.state.engine
     prompt = chat_prompt(call, chat, ToolUse(tools=tools, offered=tools))
     text = await render_chat(engine, prompt, engine.compile_template)
-    return await encode_rendered(engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
+    ids = await encode_rendered(engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
+    placed = await call.while_connected(place_media(engine, call.state.media, ids, prompt.media))
+    return ids if placed is None else placed.token_ids
 
 
 async def detokenize(call: Call) -> Response[Any]:

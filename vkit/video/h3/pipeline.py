@@ -10,6 +10,7 @@ from typing import Self
 from vkit.errors import VkitError
 from vkit.video.h3.plan import StageName, VideoPlan
 from vkit.video.h3.request import VideoModelPaths, VideoOptions, VideoRequest
+from vkit.video.mux import Muxer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +42,6 @@ class VideoResult:
     num_forwards_run: int
     """Fewer than the plan's after a resume."""
     warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MuxJob:
-    """`num_frames` files `frame_%06d.ppm` in `frames`, and `audio`, to become `output`."""
-
-    frames: Path
-    num_frames: int
-    audio: Path | None
-    output: Path
-
-
-Muxer = Callable[[MuxJob], None]
-"""Writes the file or raises MuxError. See `vkit.video.mux`: in this process, or by an ffmpeg program."""
 
 
 class VideoPipeline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,10 +18,13 @@ Emit = Callable[[str, Json], None]
 class OutputBuilder:
     """Builds the output items of one response, one open at a time, and tells of each change."""
 
-    def __init__(self, output: list[Json], emit: Emit, *, custom_names: frozenset[str]) -> None:
+    def __init__(
+        self, output: list[Json], emit: Emit, *, custom_names: frozenset[str], namespaces: Mapping[str, tuple[str, str]]
+    ) -> None:
         self.output = output
         self._emit = emit
         self._custom_names = custom_names
+        self._namespaces = namespaces
         self._open: Json | None = None
         self._call_arguments = ""
 
@@ -112,7 +115,10 @@ class OutputBuilder:
     def _add_call(self, event: ToolCallDelta) -> None:
         if event.name is not None:
             kind = "custom_tool_call" if event.name in self._custom_names else "function_call"
-            item: Json = {"type": kind, "id": item_id(kind), "call_id": event.id, "name": event.name}
+            namespace, name = self._namespaces.get(event.name, (None, event.name))
+            item: Json = {"type": kind, "id": item_id(kind), "call_id": event.id, "name": name}
+            if namespace is not None:
+                item["namespace"] = namespace
             item |= {"input": ""} if kind == "custom_tool_call" else {"arguments": ""}
             self._start({**item, "status": "in_progress"})
             self._call_arguments = ""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from vkit.server.call import new_id
+from vkit.server.media import MEDIA_PARTS, MediaReference, media_reference
 from vkit.server.openai.messages import part_text
 from vkit.server.problems import bad_request, clip
 from vkit.server.schema import Json
@@ -99,7 +100,8 @@ def _message(item: Json, where: str) -> Json:
         raise bad_request(f"{where}.content: expected a string or a list of parts", f"{where}.content")
     parts = []
     for i, part in enumerate(content):
-        input_part_text(part, f"{where}.content.{i}")
+        if not is_media_part(part):
+            input_part_text(part, f"{where}.content.{i}")
         if part.get("type") == "output_text":
             part = {"annotations": [], **part}
         parts.append(part)
@@ -127,8 +129,15 @@ def input_part_text(part: Any, where: str) -> str:
     return part_text(part, where)
 
 
-def chat_messages(items: Sequence[Json], instructions: str | None) -> list[Json]:
+def is_media_part(part: Any) -> bool:
+    """Whether a content part brings an image, a video or sound."""
+    return isinstance(part, dict) and part.get("type") in MEDIA_PARTS
+
+
+def chat_messages(items: Sequence[Json], instructions: str | None, ignored: list[str]) -> list[Json]:
     """The conversation as chat messages. Calls, and the message and thought before them, share one message.
+
+    Media that tools returned go to a user message after the results. Keys without effect are appended to `ignored`.
 
     Raises:
         Problem: 400 for arguments that are not JSON.
@@ -137,6 +146,12 @@ def chat_messages(items: Sequence[Json], instructions: str | None) -> list[Json]
     if instructions is not None:
         made.append({"role": "system", "content": instructions})
     turn: Json | None = None
+    returned: list[MediaReference] = []
+
+    def flush() -> None:
+        if returned:
+            made.append({"role": "user", "content": list(returned)})
+            returned.clear()
 
     def assistant() -> Json:
         nonlocal turn
@@ -148,6 +163,8 @@ def chat_messages(items: Sequence[Json], instructions: str | None) -> list[Json]
     for i, item in enumerate(items):
         where = f"input.{i}"
         kind = item.get("type")
+        if kind not in ("function_call_output", "custom_tool_call_output"):
+            flush()
         if kind == "reasoning":
             if turn is not None and (turn.get("content") or turn.get("tool_calls")):
                 turn = None
@@ -163,10 +180,13 @@ def chat_messages(items: Sequence[Json], instructions: str | None) -> list[Json]
             assistant().setdefault("tool_calls", []).append(_tool_call(item))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             turn = None
-            made.append({"role": "tool", "tool_call_id": item["call_id"], "content": _output_text(item, where)})
+            text, media = _output(item, where, ignored)
+            made.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            returned.extend(media)
         elif kind == "message":
             turn = None
-            made.append({"role": item["role"], "content": _content_text(item, where)})
+            made.append({"role": item["role"], "content": _content(item, where, ignored)})
+    flush()
     return made
 
 
@@ -189,13 +209,35 @@ def _content_text(item: Json, where: str) -> str:
     return joined.join(input_part_text(part, f"{where}.content.{i}") for i, part in enumerate(item["content"]))
 
 
-def _output_text(item: Json, where: str) -> str:
+def _content(item: Json, where: str, ignored: list[str]) -> str | list[Any]:
+    """A message's content: one text, or text parts and what the media parts refer to."""
+    if not any(is_media_part(part) for part in item["content"]):
+        return _content_text(item, where)
+    made: list[Any] = []
+    for i, part in enumerate(item["content"]):
+        place = f"{where}.content.{i}"
+        if is_media_part(part):
+            made.append(media_reference(part, place, ignored))
+        else:
+            made.append({"type": "text", "text": input_part_text(part, place)})
+    return made
+
+
+def _output(item: Json, where: str, ignored: list[str]) -> tuple[str, list[MediaReference]]:
+    """Text of a tool's result, and the media in it."""
     output = item["output"]
     if isinstance(output, str):
-        return output
+        return output, []
     if not isinstance(output, list):
         raise bad_request(f"{where}.output: expected a string or a list of parts", f"{where}.output")
-    return "\n".join(input_part_text(part, f"{where}.output.{i}") for i, part in enumerate(output))
+    texts, media = [], []
+    for i, part in enumerate(output):
+        place = f"{where}.output.{i}"
+        if is_media_part(part):
+            media.append(media_reference(part, place, ignored))
+        else:
+            texts.append(input_part_text(part, place))
+    return "\n".join(texts), media
 
 
 def _tool_call(item: Json) -> Json:

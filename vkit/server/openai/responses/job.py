@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
@@ -47,6 +47,7 @@ class ResponseJob:
         *,
         streams: bool,
         custom_names: frozenset[str],
+        namespaces: Mapping[str, tuple[str, str]],
         with_messages: bool,
     ) -> None:
         self.call = call
@@ -61,7 +62,7 @@ class ResponseJob:
         self._with_messages = with_messages
         self._events: list[bytes] | None = [] if streams else None
         self._news = asyncio.Event()
-        self._builder = OutputBuilder(response.output, self._emit, custom_names=custom_names)
+        self._builder = OutputBuilder(response.output, self._emit, custom_names=custom_names, namespaces=namespaces)
         self._writer = ReplyWriter(call, prepared)
         self.run = Run(
             call.state,

@@ -138,6 +138,7 @@ async def _open_job(call: Call, body: ResponsesBody) -> tuple[ResponseJob, bool]
         items,
         streams=bool(body.stream),
         custom_names=tools.custom_names,
+        namespaces=tools.namespaces,
         with_messages=bool(body.enable_response_messages),
     )
     return job, is_stored
@@ -239,7 +240,7 @@ def _chat_body(call: Call, body: ResponsesBody, items: list[Json]) -> ChatBody:
     """The same request as chat sends it, tools left out."""
     chat = ChatBody(
         model=body.model,
-        messages=chat_messages(items, body.instructions),
+        messages=chat_messages(items, body.instructions, call.ignored),
         continue_final_message=continues_last(items) or None,
         chat_template_kwargs=body.chat_template_kwargs,
         mm_processor_kwargs=body.mm_processor_kwargs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vkit.server.call import Call
@@ -22,6 +23,8 @@ class ResponseTools:
     tool_use: ToolUse
     custom_names: frozenset[str]
     """Tools whose argument is plain text."""
+    namespaces: Mapping[str, tuple[str, str]]
+    """Name that the model knows -> the namespace and the tool's own name in it."""
     choice: str | Json
     """As the response object echoes it."""
 
@@ -35,14 +38,15 @@ def response_tools(call: Call, body: ResponsesBody) -> ResponseTools:
     tools: list[Json] = []
     custom: set[str] = set()
     names: set[str] = set()
+    namespaces: dict[str, tuple[str, str]] = {}
     for i, tool in enumerate(body.tools or ()):
-        _add(call, tool, f"tools.{i}", tools, custom, names, namespace=None)
+        _add(call, tool, f"tools.{i}", tools, custom, names, namespaces, namespace=None)
     choice = body.tool_choice
     parallel = body.parallel_tool_calls is not False
     if not tools:
         if choice not in (None, "auto", "none"):
             raise bad_request("tool_choice: needs tools that the model can call", "tool_choice")
-        return ResponseTools(NO_TOOLS, frozenset(), "none" if choice == "none" or not body.tools else "auto")
+        return ResponseTools(NO_TOOLS, frozenset(), {}, "none" if choice == "none" or not body.tools else "auto")
     checked = tuple(tools)
     kind, name = "auto", None
     if isinstance(choice, str):
@@ -60,7 +64,7 @@ def response_tools(call: Call, body: ResponsesBody) -> ResponseTools:
         else:
             raise bad_request("tool_choice.type: expected function, custom or allowed_tools", "tool_choice.type")
     tool_use = resolved(call.state, checked, kind, name, parallel)
-    return ResponseTools(tool_use, frozenset(custom), choice if choice is not None else "auto")
+    return ResponseTools(tool_use, frozenset(custom), namespaces, choice if choice is not None else "auto")
 
 
 def _add(
@@ -70,6 +74,7 @@ def _add(
     tools: list[Json],
     custom: set[str],
     names: set[str],
+    namespaces: dict[str, tuple[str, str]],
     *,
     namespace: str | None,
 ) -> None:
@@ -81,14 +86,15 @@ def _add(
         for k, item in enumerate(inner):
             if not isinstance(item, dict):
                 raise bad_request(f"{where}.tools.{k}: expected an object", f"{where}.tools.{k}")
-            _add(call, item, f"{where}.tools.{k}", tools, custom, names, namespace=name)
+            _add(call, item, f"{where}.tools.{k}", tools, custom, names, namespaces, namespace=name)
         return
     if kind not in ("function", "custom"):
         call.ignored.append(where)
         return
     name = tool.get("name")
     if namespace is not None and isinstance(name, str):
-        name = flattened(namespace, name)
+        inner, name = name, flattened(namespace, name)
+        namespaces[name] = (namespace, inner)
     function: Json = {"name": name, "description": tool.get("description")}
     if kind == "custom":
         form = tool.get("format") or {}
