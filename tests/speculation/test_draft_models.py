@@ -175,6 +175,9 @@ def test_refused_by_name(checkpoint: Callable[..., Path], tmp_path: Path) -> Non
         llm_for(target, {"model": str(checkpoint("nemotron_h", folder="c")), "num_speculative_tokens": 2})
     with pytest.raises(ModelLoadError):
         llm_for(target, {"model": str(tmp_path / "nowhere"), "num_speculative_tokens": 2})
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    with pytest.raises(UsageError, match="--kv-transfer-config: cannot go with drafts of draft_model"):
+        llm_for(target, {"model": str(target), "num_speculative_tokens": 2}, kv_transfer_config=transfer)
     headless = checkpoint("qwen3_5", folder="d", without="mtp.")
     with pytest.raises(UsageError, match="has no MTP head"):
         llm_for(headless, {"method": "mtp", "num_speculative_tokens": 2})
