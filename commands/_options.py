@@ -277,6 +277,19 @@ class EngineFlags:
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
     ] = False
     no_mmap: Annotated[bool, _engine_option("--no-mmap", help="Read weight files instead of mapping them.")] = False
+    offload_config: Annotated[
+        str | None,
+        _engine_option("--offload-config", metavar="JSON", help="Weights that stay out of memory between uses."),
+    ] = None
+    moe_expert_cache: Annotated[
+        str | None,
+        _engine_option(
+            "--moe-expert-cache",
+            metavar="N|NGB",
+            help="Routed experts per layer kept in memory; others are read from the file when chosen.",
+            show_default="all",
+        ),
+    ] = None
     kv_transfer_config: Annotated[
         str | None,
         _engine_option("--kv-transfer-config", metavar="JSON", help="Keep cache entries beyond this engine."),
