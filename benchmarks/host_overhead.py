@@ -4,8 +4,9 @@
 
 Everything is real but the forward pass, which returns ready logits: scheduler, batch building, sampler, output side
 with detokenising, and the request's own accounting. `--random` samples with temperature, top_k and top_p instead of
-taking the likeliest. `--context` is the prompt length: the figures must not depend on it. One thread; processor time,
-so that a busy machine does not change the figures much.
+taking the likeliest. `--context` is the prompt length: the figures must not depend on it. Processor time of the
+engine's thread, so that a busy machine changes the figures little; with `--threads` rows are drawn by several, as in
+use.
 """
 
 from __future__ import annotations
@@ -151,10 +152,13 @@ def main() -> None:
     parser.add_argument("--random", action="store_true", help="temperature 0.8, top_k 50, top_p 0.95")
     parser.add_argument("--plain-random", action="store_true", help="temperature 1 and nothing else")
     parser.add_argument("--top-p", action="store_true", help="temperature 0.8, top_p 0.95 and nothing else")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads that draw rows; vkit itself takes all there are"
+    )
     parser.add_argument("--json", metavar="PATH")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    kernels.configure("cpu", num_threads=1, is_exact=False)
+    torch.set_num_threads(args.threads)
+    kernels.configure("cpu", num_threads=args.threads, is_exact=False)
     chosen: dict[str, Any] = {"temperature": 0.0}
     if args.random:
         chosen = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": 1}

@@ -238,6 +238,28 @@ class EngineFlags:
     max_long_partial_prefills: Annotated[
         int, _engine_option("--max-long-partial-prefills", min=0, help="Most long prompts cut at a time; 0: any.")
     ] = 0
+    mmproj: Annotated[
+        str | None,
+        _engine_option("--mmproj", metavar="FILE", help="The vision tower that goes with a GGUF language model."),
+    ] = None
+    max_num_encoder_input_tokens: Annotated[
+        int,
+        _engine_option(
+            "--max-num-encoder-input-tokens",
+            min=0,
+            help="Most prompt tokens whose images, videos or sound one step encodes; 0: as many as a step holds.",
+        ),
+    ] = 0
+    disable_chunked_mm_input: Annotated[
+        bool,
+        _engine_option("--disable-chunked-mm-input", help="Never cut the tokens of one image over several steps."),
+    ] = False
+    limit_mm_per_prompt: Annotated[
+        str | None,
+        _engine_option(
+            "--limit-mm-per-prompt", metavar="JSON", help='Most items in one prompt, such as {"image": 4, "video": 0}.'
+        ),
+    ] = None
     prefix_caching_hash_algo: Annotated[
         Literal["sha256", "sha256_cbor"],
         _engine_option("--prefix-caching-hash-algo", help="How blocks are recognised; sha256_cbor across languages."),
@@ -273,6 +295,14 @@ class EngineFlags:
         Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
         _engine_option("--kv-cache-dtype", help="How keys and values are kept; fp8 and int8 halve bfloat16."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt"] | None,
+        _engine_option(
+            "--quantization",
+            help="What the weights must be stored as; fp8 also rounds plain weights at load.",
+            show_default="as the checkpoint says",
+        ),
+    ] = None
     gguf_dequantize: Annotated[
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
     ] = False
@@ -305,6 +335,58 @@ class EngineFlags:
     def engine_keywords(self) -> dict[str, Any]:
         """Keyword arguments for `vkit.LLM`."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class AdapterFlags:
+    """The low-rank adapter of a command that runs with one."""
+
+    enable_lora: Annotated[bool, _engine_option("--enable-lora", help="Run with a low-rank adapter.")] = False
+    lora_modules: Annotated[
+        list[str] | None,
+        _engine_option("--lora-modules", metavar="NAME=PATH", help="The adapter, a folder in PEFT's layout."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.enable_lora and len(self.lora_modules or ()) != 1:
+            raise UsageError(f"--lora-modules: one adapter is needed here, got {len(self.lora_modules or ())}")
+
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments for `vkit.LLM`."""
+        if not self.enable_lora and not self.lora_modules:
+            return {}
+        return {"enable_lora": self.enable_lora, "lora_modules": tuple(self.lora_modules or ())}
+
+    @property
+    def lora(self) -> str | None:
+        """The name of the adapter to run with."""
+        return (self.lora_modules or [""])[0].partition("=")[0] if self.enable_lora else None
+
+
+@dataclass(frozen=True)
+class LoraFlags:
+    """Low-rank adapters."""
+
+    enable_lora: Annotated[
+        bool, _engine_option("--enable-lora", help="Let requests choose low-rank adapters by model name.")
+    ] = False
+    lora_modules: Annotated[
+        list[str] | None,
+        _engine_option("--lora-modules", metavar="NAME=PATH...", help="Adapters to load, folders in PEFT's layout."),
+    ] = None
+    max_loras: Annotated[
+        int | None,
+        _engine_option(
+            "--max-loras",
+            min=1,
+            help="Most different adapters that run at a time.",
+            show_default="4, with --enable-lora",
+        ),
+    ] = None
+
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments for `vkit.LLM`."""
+        return {**asdict(self), "lora_modules": tuple(self.lora_modules or ())}
 
 
 def _constraint_option(flag: str, metavar: str, help: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ from vkit.errors import UsageError
 if TYPE_CHECKING:
     from vkit.server.lifecycle import NetworkSettings
     from vkit.server.settings import CorsSettings, ServerSettings
+    from vkit.server.video.opening import VideoSettings
 
 DEFAULT_MAX_BODY_BYTES = 256 * 1024 * 1024
 
@@ -24,6 +25,10 @@ def _network(*flags: str, help: str, **settings: Any) -> Any:
 
 def _api(*flags: str, help: str, **settings: Any) -> Any:
     return typer.Option(*flags, help=help, rich_help_panel="API", **settings)
+
+
+def _video(*flags: str, help: str, **settings: Any) -> Any:
+    return typer.Option(*flags, help=help, rich_help_panel="Video", **settings)
 
 
 def _log(*flags: str, help: str, **settings: Any) -> Any:
@@ -284,6 +289,114 @@ class ApiFlags:
 
 
 @dataclass(frozen=True)
+class VideoFlags:
+    """The model that makes videos, and its jobs."""
+
+    video_dit: Annotated[
+        Path | None, _video("--video-dit", metavar="PATH", help="Serve /v1/videos with this diffusion transformer.")
+    ] = None
+    video_partition: Annotated[
+        Literal["fl2va", "ref2va"] | None,
+        _video("--video-partition", help="Which weights these are.", show_default="from the index or the file name"),
+    ] = None
+    video_vae: Annotated[Path | None, _video("--video-vae", metavar="PATH", help="Autoencoder of pictures.")] = None
+    video_vae_config: Annotated[
+        Path | None, _video("--video-vae-config", metavar="FILE", help="Its configuration.")
+    ] = None
+    audio_vae: Annotated[
+        Path | None, _video("--audio-vae", metavar="PATH", help="Autoencoder of sound; without it clips are silent.")
+    ] = None
+    audio_vae_config: Annotated[
+        Path | None, _video("--audio-vae-config", metavar="FILE", help="Its configuration.")
+    ] = None
+    video_encoder: Annotated[Path | None, _video("--video-encoder", metavar="PATH", help="Text encoder.")] = None
+    video_tokenizer: Annotated[
+        Path | None, _video("--video-tokenizer", metavar="FILE", help="Tokenizer of the text encoder.")
+    ] = None
+    video_prompt_embeds: Annotated[
+        Path | None,
+        _video("--video-prompt-embeds", metavar="FILE", help="Render these embeddings in place of every prompt."),
+    ] = None
+    video_workdir: Annotated[
+        Path | None,
+        _video(
+            "--video-workdir",
+            metavar="DIR",
+            help="Folder of the jobs, which then survive a restart.",
+            show_default="a temporary one",
+        ),
+    ] = None
+    video_ffmpeg: Annotated[
+        Path | None,
+        _video("--video-ffmpeg", metavar="PATH", help="Program that writes MP4.", show_default="in-process"),
+    ] = None
+    video_device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None, _video("--video-device", help="Where videos are computed.")
+    ] = None
+    video_dequant_bf16: Annotated[
+        bool, _video("--video-dequant-bf16", help="Expand packed weights of the transformer when they are loaded.")
+    ] = False
+    video_openai_status: Annotated[
+        bool, _video("--video-openai-status", help="Call the states of jobs in_progress and completed.")
+    ] = False
+    video_only: Annotated[bool, _video("--video-only", help="Serve no text model.")] = False
+    video_max_queued_jobs: Annotated[
+        int | None, _video("--video-max-queued-jobs", min=0, help="Most jobs that may wait.", show_default="16")
+    ] = None
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        if self.video_dit is None:
+            if given:
+                raise UsageError(f"--{given[0].replace('_', '-')}: needs --video-dit")
+            return
+        for name in given:
+            value = getattr(self, name)
+            if isinstance(value, Path) and name not in ("video_workdir", "video_ffmpeg") and not value.exists():
+                raise UsageError(f"--{name.replace('_', '-')}: {value}: no such file or folder")
+        for name in ("video_vae", "audio_vae"):
+            if getattr(self, f"{name}_config") is not None and getattr(self, name) is None:
+                flag = name.replace("_", "-")
+                raise UsageError(f"--{flag}-config: needs --{flag}")
+        if self.video_prompt_embeds is None and self.video_encoder is None:
+            raise UsageError("--video-encoder: needed beside --video-dit, or --video-prompt-embeds in its place")
+        if self.video_vae is None:
+            raise UsageError("--video-vae: needed beside --video-dit")
+
+    @property
+    def served_path(self) -> Path:
+        """The model of a server that has no other."""
+        assert self.video_dit is not None, "--video-only needs it"
+        return self.video_dit
+
+    def settings(self, readable: tuple[Path, ...]) -> VideoSettings | None:
+        """What the server needs to know; None without a video model."""
+        if self.video_dit is None:
+            return None
+        from vkit.server.video.opening import VideoSettings
+        from vkit.video.h3.request import VideoModelPaths, VideoOptions
+
+        return VideoSettings(
+            paths=VideoModelPaths(
+                dit=self.video_dit,
+                partition=self.video_partition,
+                encoder=self.video_encoder,
+                tokenizer=self.video_tokenizer,
+                video_vae=self.video_vae,
+                video_vae_config=self.video_vae_config,
+                audio_vae=self.audio_vae,
+                audio_vae_config=self.audio_vae_config,
+            ),
+            options=VideoOptions(dequant_bf16=self.video_dequant_bf16, device=self.video_device or "auto"),
+            prompt_embeds=self.video_prompt_embeds,
+            workdir=self.video_workdir,
+            ffmpeg=self.video_ffmpeg,
+            readable=readable,
+            max_queued_jobs=16 if self.video_max_queued_jobs is None else self.video_max_queued_jobs,
+        )
+
+
+@dataclass(frozen=True)
 class LogFlags:
     """What the server writes on stderr."""
 
@@ -342,6 +455,7 @@ def server_settings(
     network: NetworkFlags,
     api: ApiFlags,
     log: LogFlags,
+    video: VideoFlags,
     *,
     scheduling_policy: str,
 ) -> ServerSettings:
@@ -392,6 +506,8 @@ def server_settings(
         responses_store_ttl_s=api.responses_store_ttl,
         enable_responses_store=not api.disable_responses_store,
         repository_override=api.repository_override,
+        video=video.settings(tuple(api.allowed_local_media_path or ())),
+        video_openai_status=video.video_openai_status,
         media_access=MediaAccess(
             allowed_domains=tuple(host.strip(".") for host in api.allowed_media_domains or ()),
             allowed_local_paths=tuple(api.allowed_local_media_path or ()),

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_model(
-    sources: _options.ModelFlags, engine: _options.EngineFlags, *, max_num_seqs: int
+    sources: _options.ModelFlags,
+    engine: _options.EngineFlags,
+    adapter: _options.AdapterFlags,
+    *,
+    max_num_seqs: int,
 ) -> Iterator[tuple[LLM, float]]:
     """The loaded model and the seconds that took; closed at the end. Torch comes in after every cheap check."""
     from vkit import EngineArgs, resolve_model
@@ -27,6 +31,7 @@ def open_model(
         "max_logprobs": -1,
         **sources.engine_keywords(),
         **engine.engine_keywords(),
+        **adapter.engine_keywords(),
     }
     EngineArgs(**keywords)  # contradictions end here, before torch is imported
 

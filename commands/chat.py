@@ -52,6 +52,7 @@ def chat(
     stop: _options.Stop = None,
     sources: _options.ModelFlags,
     engine: _options.EngineFlags,
+    adapter: _options.AdapterFlags,
 ) -> None:
     """Talk with a model.
 
@@ -60,9 +61,9 @@ def chat(
     params = _options.sampling_params(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
-    with open_model(sources, engine, max_num_seqs=1) as (llm, _):
+    with open_model(sources, engine, adapter, max_num_seqs=1) as (llm, _):
         llm.apply_chat_template([{"role": "user", "content": "hello"}])  # a model without a template ends here
-        Conversation(llm, params, system).run()
+        Conversation(llm, params, system, adapter.lora).run()
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Conversation:
     llm: LLM
     params: SamplingParams
     system: str | None = None
+    lora: str | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -163,7 +165,7 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": "".join(pieces)})
 
     def _answer(self) -> Iterator[str]:
-        deltas = self.llm.chat_stream(self.messages, self.params)
+        deltas = self.llm.chat_stream(self.messages, self.params, lora=self.lora)
         try:
             for delta in deltas:
                 completion = delta.outputs[0]

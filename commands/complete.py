@@ -58,6 +58,7 @@ def complete(
     sources: _options.ModelFlags,
     max_num_seqs: _options.MaxNumSeqs = 32,
     engine: _options.EngineFlags,
+    adapter: _options.AdapterFlags,
 ) -> None:
     """Complete a prompt and print the text."""
     _check_pairs(ctx, stream=stream, json=json, repeat=repeat, chat=chat)
@@ -73,8 +74,8 @@ def complete(
     )
     text = _options.read_prompt(prompt, prompt_file)
     items = media.items()
-    with open_model(sources, engine, max_num_seqs=max_num_seqs) as (llm, load_s):
-        asked = _Asked(llm, text, items, chat)
+    with open_model(sources, engine, adapter, max_num_seqs=max_num_seqs) as (llm, load_s):
+        asked = _Asked(llm, text, items, chat, adapter.lora)
         if stream:
             output = _stream(asked, params)
         else:
@@ -101,9 +102,10 @@ def _check_pairs(ctx: typer.Context, *, stream: bool, json: bool, repeat: int, c
 class _Asked:
     """A prompt with its media, and how it is sent."""
 
-    def __init__(self, llm: LLM, text: str, media: dict[MediaKind, list[Media]], chat: bool) -> None:
+    def __init__(self, llm: LLM, text: str, media: dict[MediaKind, list[Media]], chat: bool, lora: str | None) -> None:
         self._llm = llm
         self._chat = chat
+        self._lora = lora
         parts: list[dict[str, Any]] = [{"type": kind, kind: item} for kind, items in media.items() for item in items]
         content: Any = [*parts, {"type": "text", "text": text}] if parts else text
         self._messages = [{"role": "user", "content": content}]
@@ -113,12 +115,17 @@ class _Asked:
 
     def run(self, params: SamplingParams) -> RequestOutput:
         """The whole output."""
-        (output,) = self._llm.chat(self._messages, params) if self._chat else self._llm.generate([self._prompt], params)
+        if self._chat:
+            (output,) = self._llm.chat(self._messages, params, lora=self._lora)
+        else:
+            (output,) = self._llm.generate([self._prompt], params, lora=self._lora)
         return output
 
     def stream(self, params: SamplingParams) -> Iterator[RequestOutput]:
         """The output as it comes."""
-        return self._llm.chat_stream(self._messages, params) if self._chat else self._llm.stream(self._prompt, params)
+        if self._chat:
+            return self._llm.chat_stream(self._messages, params, lora=self._lora)
+        return self._llm.stream(self._prompt, params, lora=self._lora)
 
 
 def _run(asked: _Asked, params: SamplingParams, repeat: int) -> tuple[RequestOutput, dict[str, Any]]:

@@ -19,6 +19,7 @@ def serve(
     network: _serve_options.NetworkFlags,
     api: _serve_options.ApiFlags,
     log: _serve_options.LogFlags,
+    video: _serve_options.VideoFlags,
     max_num_seqs: _options.MaxNumSeqs = 8,
     seed: Annotated[
         int | None,
@@ -30,17 +31,26 @@ def serve(
         ),
     ] = None,
     engine: _options.EngineFlags,
+    lora: _options.LoraFlags,
     enable_scale_out: Annotated[bool, typer.Option("--enable-scale-out", hidden=True)] = False,
 ) -> None:
     """Serve a model over HTTP."""
     _refuse_foreign(enable_scale_out=enable_scale_out)
     from vkit import EngineArgs, resolve_model
 
-    path = resolve_model(sources.model, revision=sources.revision, download_dir=sources.download_dir, say=_render.note)
+    if video.video_only:
+        if sources.model is not None:
+            raise UsageError("--model: with --video-only no text model is served")
+        path = video.served_path
+    else:
+        path = resolve_model(
+            sources.model, revision=sources.revision, download_dir=sources.download_dir, say=_render.note
+        )
     names = _served_names(api, path)
     keywords: dict[str, Any] = {
         **sources.engine_keywords(),
         **engine.engine_keywords(),
+        **lora.engine_keywords(),
         # The routes keep to --max-logprobs; what they need for themselves (beams) may be more.
         "max_logprobs": -1,
         "logprobs_mode": api.logprobs_mode,
@@ -58,7 +68,7 @@ def serve(
     check_parsers(api.tool_call_parser, api.reasoning_parser)
     try:
         from vkit.server.logs import set_up_logging
-        from vkit.server.serving import serve_model
+        from vkit.server.serving import serve_model, serve_videos
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("litestar", "uvicorn", "prometheus_client"):
             raise
@@ -69,12 +79,14 @@ def serve(
         network,
         api,
         log,
+        video,
         scheduling_policy=engine.scheduling_policy,
     )
     set_up_logging(log.log_level, log.log_format)
     if api.enable_auto_tool_choice:
         _render.note("--enable-auto-tool-choice: on already, models may always choose to call tools")
-    status = serve_model(args, settings, network.network_settings())
+    run = serve_videos if video.video_only else serve_model
+    status = run(args, settings, network.network_settings())
     if status is not ExitStatus.OK:
         raise typer.Exit(status)
 

@@ -18,6 +18,19 @@ from vkit.kernels.activations import (
     unary,
 )
 from vkit.kernels.attention import paged_attention, segment_attention, write_kv
+from vkit.kernels.compressed import (
+    compressed_attention,
+    hyper_enter,
+    hyper_head_weights,
+    hyper_leave,
+    hyper_weights,
+    limited_silu_and_mul,
+    pool_windows,
+    route_by_root,
+    run_limited_experts,
+    spread_streams,
+    store_rows,
+)
 from vkit.kernels.dense import add_rows, concat, embedding, head_linear, linear, put_rows, replace_ids
 from vkit.kernels.dispatch import (
     Backend,
@@ -31,7 +44,7 @@ from vkit.kernels.dispatch import (
     wrap_step,
 )
 from vkit.kernels.draw_rules import DrawRules
-from vkit.kernels.drawing import draw, draw_with_survivors
+from vkit.kernels.drawing import draw, draw_with_survivors, largest
 from vkit.kernels.experts import ExpertMatrix, Scoring, route_experts, route_scored_experts, run_experts
 from vkit.kernels.norms import add_rms_norm, layer_norm, rms_norm
 from vkit.kernels.packed import quantized_embedding, quantized_linear
@@ -58,6 +71,7 @@ __all__ = [
     "backends",
     "causal_conv1d",
     "clamp",
+    "compressed_attention",
     "concat",
     "configure",
     "dequantize",
@@ -67,14 +81,21 @@ __all__ = [
     "gated_delta_net",
     "gelu_and_mul",
     "head_linear",
+    "hyper_enter",
+    "hyper_head_weights",
+    "hyper_leave",
+    "hyper_weights",
     "kv_by_token",
     "kv_layout",
+    "largest",
     "layer_norm",
+    "limited_silu_and_mul",
     "linear",
     "log_decay",
     "mamba2_scan",
     "multiply",
     "paged_attention",
+    "pool_windows",
     "put_rows",
     "qk_norm_rope",
     "quantized_embedding",
@@ -83,15 +104,19 @@ __all__ = [
     "replace_ids",
     "rms_norm",
     "rope",
+    "route_by_root",
     "route_experts",
     "route_scored_experts",
     "run_experts",
+    "run_limited_experts",
     "scale",
     "scale_rows",
     "scaled_linear",
     "segment_attention",
     "silu_and_mul",
     "soft_cap",
+    "spread_streams",
+    "store_rows",
     "unary",
     "use_backend",
     "using_backend",

@@ -28,7 +28,13 @@ BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("vkit.kernels.cpu.backen
 """Per device type, the modules that call `register_backend` when imported, best first."""
 
 
-PLAIN_OPS = frozenset({"add_rows", "axis_table", "clamp", "put_rows", "segment_attention"})
+PLAIN_OPS = frozenset(
+    {
+        *("add_rows", "axis_table", "clamp", "put_rows", "segment_attention"),
+        *("hyper_enter", "hyper_head_weights", "hyper_leave", "hyper_weights", "limited_silu_and_mul"),
+        *("route_by_root", "spread_streams", "store_rows"),
+    }
+)
 """What plain torch runs well on every device: moves of rows, and attention that its own kernels cover."""
 
 

@@ -1,4 +1,4 @@
-"""Tokens at random from logits."""
+"""Tokens from logits: the largest, or one at random."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from torch import Tensor
 from vkit.kernels.dispatch import ops
 from vkit.kernels.draw_rules import DrawRules
 from vkit.kernels.reference import draw as reference
+
+
+def largest(logits: Tensor) -> tuple[list[int], list[float]]:
+    """Where each row's largest value is, the lowest of equals, and that value; a NaN counts as largest. logits (R, V).
+
+    Raises:
+        ValueError: logits are not float32 rows.
+    """
+    if logits.dtype is not torch.float32 or logits.ndim != 2 or not logits.shape[1]:
+        raise ValueError(f"largest: logits {tuple(logits.shape)} {logits.dtype}, expected (R, V) float32")
+    found: tuple[list[int], list[float]] = ops(logits).largest(logits)
+    return found
 
 
 def draw(logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor) -> tuple[Tensor, Tensor]:

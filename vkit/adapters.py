@@ -81,8 +81,9 @@ def let_listen(model: CausalLM, switch: AdapterSwitch) -> None:
 
 def _decoder_of(model: CausalLM) -> tuple[str, Module]:
     """The part of a model that adapters may change (towers and heads are not), and its tensors' prefix."""
+    decoder: object = model.model
     for prefix, module in model.walk():
-        if module is model.model:
+        if module is decoder:
             return prefix, module
     raise ModelLoadError(f"{type(model).__name__} has no layers that an adapter could change")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vkit.config import EngineArgs
 from vkit.engine import Engine, PauseMode
-from vkit.engine_thread import EngineThread
+from vkit.engine_thread import EngineThread, close_with
 from vkit.errors import EngineDeadError, InvalidRequest, MissingExtra, RequestFailed
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, Prompt, PromptOptions
 from vkit.loading import LoadedModel, ProgressCallback, load_model
@@ -46,6 +46,7 @@ class AsyncLLM:
         self._loaded = loaded
         self._inputs = loaded.inputs
         self._thread = EngineThread(loaded.engine)
+        close_with(self, self._thread, loaded.close)
         self._mailboxes: dict[asyncio.AbstractEventLoop, _LoopMailbox] = {}
         self._num_unnamed = 0
         self._chat: InProcessChat | None = None
@@ -250,6 +251,7 @@ class AsyncLLM:
                 served_model_names=self._loaded.served_model_names,
                 max_logprobs=self._inputs.max_logprobs,
                 scheduling_policy=self._loaded.engine.settings.scheduling_policy,
+                enable_lora=self._loaded.adapters is not None,
             )
         return self._chat
 

@@ -7,7 +7,7 @@ Knows nothing of models, sampling or text.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus
 
 IntArray = NDArray[np.int64]
 T = TypeVar("T")
+
+_FEW = 16
+"""Sequences up to which a decoding step is put together number by number."""
 
 
 @dataclass(slots=True)
@@ -64,8 +67,8 @@ class Batch:
     """(3, T) int64: position in time, row and column, in a step that computes a prompt in which they differ."""
     media: MediaRows | None = None
     spans: list[list[tuple[int, int]]] | None = None
-    """Per sequence of a step that computes media tokens, the positions (first, beyond) of each of their runs, past ones
-    included."""
+    """Per sequence, the positions (first, beyond) of each run of tokens that see each other in both directions, past
+    ones included; None in a step that computes no such token."""
     memo: dict[object, object] = field(default_factory=dict)
     """What layers derive from the above once per step."""
 
@@ -81,6 +84,12 @@ class Batch:
         paged = self.paged[self.store.group_of[layer]]
         assert paged is not None
         return self.store.tensors[layer]["latent"], paged
+
+    def paged_tensors(self, layer: int) -> tuple[dict[str, Tensor], PagedBatch]:
+        """All tensors (N, S, ...) that a layer keeps per token, by name, and the sequences' places in them."""
+        paged = self.paged[self.store.group_of[layer]]
+        assert paged is not None
+        return self.store.tensors[layer], paged
 
     def states(self, layer: int) -> tuple[dict[str, Tensor], StateBatch]:
         """The state tensors of a recurrent layer by name, (N, ...) each, and which entry is each sequence's."""
@@ -150,6 +159,7 @@ class BatchBuilder:
         ]
         self._paged_groups = [index for index, paged in enumerate(is_paged) if paged]
         self._state_groups = [index for index, paged in enumerate(is_paged) if not paged]
+        self._none_fresh = torch.zeros(_FEW, dtype=torch.bool, device=device)
         self._rows: dict[str, _Row] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -159,6 +169,10 @@ class BatchBuilder:
             self._release(sequence_id)
         scheduled = plan.scheduled
         row_list, token_ids = self._collect(scheduled)
+        if 0 < len(scheduled) <= _FEW and all(
+            item.num_tokens == item.num_logits == 1 and not item.sequence.media for item in scheduled
+        ):
+            return self._build_decode(scheduled, row_list, token_ids)
         rows = np.array(row_list, np.int64)
         starts = np.array([item.start for item in scheduled], np.int64)
         counts = np.array([item.num_tokens for item in scheduled], np.int64)
@@ -207,6 +221,39 @@ class BatchBuilder:
         ):
             return None
         return torch.from_numpy(axes).to(self._device)
+
+    def _build_decode(self, scheduled: list[ScheduledSequence], rows: list[int], token_ids: list[int]) -> Batch:
+        """One token of each of a few sequences: the same as the general case in fewer, larger pieces.
+
+        After a step has read all weights, whatever the host does next misses the caches: what counts is how many
+        different things it does (one sequence beside a 0.5B model on an EPYC core: 150 us instead of 200).
+        """
+        size, count = self._block_size, len(scheduled)
+        starts = [item.start for item in scheduled]
+        seq_lens = [start + 1 for start in starts]
+        cu = list(range(count + 1))
+        wide = [*token_ids, *starts, *cu[:-1]]
+        for group in self._paged_groups:
+            host = self._tables[group].host
+            wide += [int(host[row, at // size]) * size + at % size for row, at in zip(rows, starts, strict=True)]
+        for group in self._state_groups:
+            wide += [item.sequence.block_ids[group][0] for item in scheduled]
+        parts = self._on_device(np.array(wide, np.int64)).split(count)
+        narrow = list(self._on_device(np.array([*rows, *seq_lens, *cu], np.int32)).split([count, count, count + 1]))
+        num_paged = len(self._paged_groups)
+        return Batch(
+            token_ids=parts[0],
+            positions=parts[1],
+            cu_seqlens=narrow[2],
+            seq_lens=narrow[1],
+            rows=narrow[0],
+            is_fresh=self._none_fresh[:count] if min(starts) else parts[1] == 0,
+            logits_rows=parts[2],
+            paged=self._paged(list(parts[3 : 3 + num_paged]), narrow, (rows, seq_lens, cu)),
+            state_blocks=self._by_group(self._state_groups, list(parts[3 + num_paged :])),
+            store=self._store,
+            host_cu_seqlens=cu,
+        )
 
     def _collect(self, scheduled: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
         """Bring the tables up to date; the row of each sequence and the ids of all tokens."""
@@ -291,8 +338,12 @@ class BatchBuilder:
         """The arrays as tensors on the device, in one copy."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
-        packed = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(self._device, non_blocking=True)
-        return list(torch.split(packed, [len(array) for array in arrays]))
+        return list(torch.split(self._on_device(np.concatenate(arrays)), [len(array) for array in arrays]))
+
+    def _on_device(self, values: NDArray[Any]) -> Tensor:
+        if self._device.type == "cpu":
+            return torch.from_numpy(values)
+        return torch.from_numpy(values).pin_memory().to(self._device, non_blocking=True)
 
 
 def _token_ids(item: ScheduledSequence) -> list[int]:
@@ -316,10 +367,17 @@ def _axis_positions(scheduled: list[ScheduledSequence], indices: IntArray, cu: I
 
 
 def _spans(scheduled: list[ScheduledSequence]) -> list[list[tuple[int, int]]] | None:
-    """Per sequence the runs of its media, if any of them is computed in this step."""
-    if not any(placed.stop > item.start for item in scheduled for placed in item.sequence.media):
-        return None
-    return [[span for placed in item.sequence.media for span in placed.spans] for item in scheduled]
+    """Per sequence the runs of media that see themselves, if any of them is computed in this step."""
+    found = [
+        [span for placed in item.sequence.media if placed.item.sees_itself for span in placed.spans]
+        for item in scheduled
+    ]
+    is_seen = any(
+        start < item.start + item.num_tokens and stop > item.start
+        for item, spans in zip(scheduled, found, strict=True)
+        for start, stop in spans
+    )
+    return found if is_seen else None
 
 
 def _last_rows(cu: IntArray, wanted: IntArray) -> IntArray:

@@ -44,6 +44,8 @@ NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm")
 PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+QUANTIZATIONS = ("awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt")
+"""Values of --quantization: what a checkpoint can be stored as."""
 CPU_PRECISIONS = ("fast", "exact")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance")
 CONTENT_FORMATS = ("auto", "string", "openai")
@@ -60,6 +62,8 @@ class CacheGroupFacts:
     bytes_per_unit: int
     """Bytes one layer keeps per token (full, sliding) or per sequence (state)."""
     window: int | None = None
+    granule: int = 1
+    """Tokens that one entry spans; a block that may be shared holds whole entries."""
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes one layer needs in one block."""
@@ -91,6 +95,8 @@ class ModelFacts:
     num_weight_bytes: int
     cache_groups: tuple[CacheGroupFacts, ...]
     is_moe: bool = False
+    media_kinds: tuple[str, ...] = ()
+    """The kinds of media it takes: "image", "video", "audio"."""
     num_activation_bytes: int = 0
     """Peak of one step at the token budget; an estimate before loading, a measurement after a profile run."""
     activation_bytes_per_token: int = 0
@@ -108,14 +114,18 @@ class ModelFacts:
     def block_size_for(self, asked: int) -> int:
         """Tokens per block: `asked`, or as many more as fill the page that a recurrent layer's state takes.
 
-        States and tokens share pages of one size; a smaller block would leave most of each page empty.
+        States and tokens share pages of one size; a smaller block would leave most of each page empty. Blocks also hold
+        whole entries, where an entry spans several tokens.
         """
+        multiple = math.lcm(1, *(group.granule for group in self.cache_groups))
+        asked = math.ceil(asked / multiple) * multiple
         states = [group.bytes_per_unit for group in self.cache_groups if group.kind == "state"]
         tokens = [group.bytes_per_unit for group in self.cache_groups if group.kind != "state"]
         if not states or not tokens:
             return asked
         filled = math.ceil(max(states) / max(tokens))
-        return max(asked, math.ceil(filled / BLOCK_SIZE_MULTIPLE) * BLOCK_SIZE_MULTIPLE)
+        multiple = math.lcm(multiple, BLOCK_SIZE_MULTIPLE)
+        return max(asked, math.ceil(filled / multiple) * multiple)
 
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
@@ -184,6 +194,14 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in one step; 0: no limit of its own."""
+    mmproj: str | None = None
+    """A GGUF file with the tower that goes with a GGUF language model."""
+    max_num_encoder_input_tokens: int = 0
+    """Most prompt tokens whose media one step encodes, and most that are kept encoded; 0: the token budget."""
+    disable_chunked_mm_input: bool = False
+    """A step computes all tokens of a media item or none."""
+    limit_mm_per_prompt: Mapping[str, int] | str | None = None
+    """Most items per kind in one prompt; a mapping, or a JSON object as text. A kind that is left out has no limit."""
     max_num_partial_prefills: int = 0
     """Most prompts that may be mid-prefill at a time; 0: no limit."""
     max_long_partial_prefills: int = 0
@@ -202,6 +220,8 @@ class EngineArgs:
     """Most different adapters that run at a time; None: 4."""
     seed: int | None = None
     """Seed of requests that bring none; None: a fresh one per process."""
+    quantization: str | None = None
+    """What the weights must be stored as; "fp8" also makes eight-bit floats of plain weights as they are read."""
     hf_overrides: Mapping[str, Any] | str | None = None
     """Keys of config.json to replace; a mapping, or a JSON object as text."""
     logprobs_mode: str = "raw_logprobs"
@@ -232,7 +252,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise UsageError(f"--model: expected a directory or a .gguf file, got {self.model!r}")
-        for name in ("tokenizer", "tokenizer_config", "chat_template", "tool_parser", "reasoning_parser"):
+        for name in ("tokenizer", "tokenizer_config", "chat_template", "mmproj", "tool_parser", "reasoning_parser"):
             value = getattr(self, name)
             if (value is not None or name.endswith("_parser")) and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
@@ -252,6 +272,8 @@ class EngineArgs:
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         _check_choice("structured_outputs_backend", self.structured_outputs_backend, STRUCTURED_OUTPUTS_BACKENDS)
         _check_choice("cpu_precision", self.cpu_precision, CPU_PRECISIONS)
+        if self.quantization is not None:
+            _check_choice("quantization", self.quantization, QUANTIZATIONS)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_int("block_size", self.block_size, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
@@ -262,6 +284,7 @@ class EngineArgs:
             "long_prefill_token_threshold",
             "max_num_partial_prefills",
             "max_long_partial_prefills",
+            "max_num_encoder_input_tokens",
             "threads",
         ):
             _check_int(name, getattr(self, name), 0)
@@ -278,6 +301,7 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
         for name in (
+            "disable_chunked_mm_input",
             "enable_chunked_prefill",
             "enable_jump_forward",
             "enable_lora",
@@ -293,6 +317,7 @@ class EngineArgs:
             object.__setattr__(self, "offload_config", OffloadConfig.parse(self.offload_config))
         if self.moe_expert_cache is not None:
             object.__setattr__(self, "moe_expert_cache", ExpertCacheSize.parse(self.moe_expert_cache))
+        object.__setattr__(self, "limit_mm_per_prompt", _media_limits(self.limit_mm_per_prompt))
         if self.kv_transfer_config is not None:
             object.__setattr__(self, "kv_transfer_config", KVTransferConfig.parse(self.kv_transfer_config))
         self._check_pairs()
@@ -321,6 +346,18 @@ class EngineArgs:
         if self.device == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect with --device cuda")
 
+    def _check_media(self, model: ModelFacts) -> None:
+        """Refuse what only means something for models that take media."""
+        if model.media_kinds:
+            unknown = [kind for kind in self.limit_mm_per_prompt or () if kind not in model.media_kinds]
+            if unknown:
+                known = ", ".join(model.media_kinds)
+                raise UsageError(f"--limit-mm-per-prompt: {model.name} takes {known}, not {unknown[0]}")
+            return
+        for name in ("limit_mm_per_prompt", "max_num_encoder_input_tokens", "disable_chunked_mm_input"):
+            if getattr(self, name):
+                raise UsageError(f"{flag_of(name)}: {model.name} takes text only")
+
     def resolve(self, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
         """Decide every setting for this model on this device.
 
@@ -334,14 +371,15 @@ class EngineArgs:
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect on {device.kind}")
         if self.gguf_dequantize and model.format != "gguf":
             raise UsageError(f"--gguf-dequantize: {model.name} is a {model.format} checkpoint, not a GGUF file")
+        self._check_media(model)
         notes: list[str] = []
         max_model_len = checked_max_model_len(self.max_model_len, model)
         token_budget = resolve_token_budget(self, max_model_len, model.is_moe)
         block_size = model.block_size_for(self.block_size)
         if block_size != self.block_size:
             notes.append(
-                f"--block-size raised from {self.block_size} to {block_size} tokens, which take the memory of one"
-                " recurrent state"
+                f"--block-size raised from {self.block_size} to {block_size} tokens, which fill the page of a recurrent"
+                " state or hold whole compressed entries"
             )
         pool = size_pool(self, model, device, max_model_len, token_budget)
         notes.extend(pool.notes)
@@ -357,6 +395,8 @@ class EngineArgs:
             threshold = max(1, int(pool.max_model_len * LONG_PREFILL_SHARE))
         overrides = self.hf_overrides
         assert overrides is None or isinstance(overrides, Mapping)
+        limits = self.limit_mm_per_prompt
+        assert isinstance(limits, Mapping)
         transfer = self.kv_transfer_config
         assert transfer is None or isinstance(transfer, KVTransferConfig)
         offload, experts = self.offload_config, self.moe_expert_cache
@@ -385,6 +425,10 @@ class EngineArgs:
             long_prefill_token_threshold=threshold,
             max_num_partial_prefills=self.max_num_partial_prefills,
             max_long_partial_prefills=self.max_long_partial_prefills,
+            mmproj=self.mmproj,
+            max_num_encoder_input_tokens=self.max_num_encoder_input_tokens or token_budget,
+            disable_chunked_mm_input=self.disable_chunked_mm_input,
+            limit_mm_per_prompt=limits,
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
             enable_jump_forward=self.enable_jump_forward,
@@ -393,6 +437,7 @@ class EngineArgs:
             max_loras=(self.max_loras or DEFAULT_MAX_LORAS) if self.enable_lora else 0,
             structured_outputs_backend="llguidance",
             seed=self.seed,
+            quantization=self.quantization,
             hf_overrides=dict(overrides or {}),
             logprobs_mode=self.logprobs_mode,
             logits_processors=tuple(self.logits_processors),
@@ -439,6 +484,10 @@ class EngineConfig:
     long_prefill_token_threshold: int
     max_num_partial_prefills: int
     max_long_partial_prefills: int
+    mmproj: str | None = None
+    max_num_encoder_input_tokens: int = 0
+    disable_chunked_mm_input: bool = False
+    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     prefix_caching_hash_algo: str
     async_scheduling: bool
     enable_jump_forward: bool
@@ -450,6 +499,7 @@ class EngineConfig:
     structured_outputs_backend: str
     """What compiles and follows grammars; decided even where none is installed: requests that need it are refused."""
     seed: int | None
+    quantization: str | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     logprobs_mode: str
     logits_processors: tuple[str, ...] = ()
@@ -803,6 +853,18 @@ def _check_threads(threads: int) -> None:
 def _check_share(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise UsageError(f"{flag_of(name)}: must be above 0 and at most 1, got {value!r}")
+
+
+MEDIA_KINDS = ("image", "video", "audio")
+
+
+def _media_limits(value: object) -> dict[str, int]:
+    """Most items per kind, by kind."""
+    limits = _json_object("limit_mm_per_prompt", value) or {}
+    for kind, limit in limits.items():
+        _check_choice("limit_mm_per_prompt", kind, MEDIA_KINDS)
+        _check_int("limit_mm_per_prompt", limit, 0)
+    return limits
 
 
 def _json_object(name: str, value: object) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -230,6 +231,21 @@ class EngineThread:
                 return
             except _Stopped:
                 continue
+
+
+def close_with(owner: object, thread: EngineThread, free: Callable[[], None]) -> None:
+    """Stop the thread and then call `free` once `owner` is gone, should nobody have closed it before."""
+    weakref.finalize(owner, _close_elsewhere, thread, free).atexit = False
+
+
+def _close_elsewhere(thread: EngineThread, free: Callable[[], None]) -> None:
+    """Close on a thread of its own: the collector may run on any, the engine's included."""
+
+    def close() -> None:
+        thread.close()
+        free()
+
+    threading.Thread(target=close, name="vkit-close", daemon=True).start()
 
 
 class _Stopped(BaseException):

@@ -150,7 +150,9 @@ class InputProcessor:
     """None: the model takes text only."""
     media_limits: MediaLimits = field(default_factory=dict)
     max_whole_media: int | None = None
-    """Tokens of the longest item, where the tokens of one must be computed in one step."""
+    """Most tokens of one item that a step can hold."""
+    splits_media: bool = True
+    """Whether several steps may share an item whose tokens do not see each other."""
     reasoning_marks: MarksOf | None = None
     """What the engine's reasoning parser says of a prompt; None: there is no such parser."""
     clock: Callable[[], float] = time.monotonic
@@ -174,7 +176,9 @@ class InputProcessor:
         """
         arrival_time = self.clock()
         if self.embeds:
-            raise InvalidRequest("this model makes embeddings and generates no text", remedy="use embed")
+            raise InvalidRequest(
+                "this model makes embeddings and generates no text", remedy="use embed, or POST /v1/embeddings"
+            )
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params: expected SamplingParams, got {params!r}", param="params")
         text: str | None = None
@@ -304,16 +308,20 @@ class InputProcessor:
             )
         checked_token_ids("prompt", token_ids, self.vocab_size)
         items = [self.media.prepare(item) for item in media]
+        placed = self.media.place(token_ids, items)
         if self.max_whole_media is not None:
-            for item in items:
-                if item.num_rows > self.max_whole_media:
+            for entry in placed.media:
+                if self.splits_media and not entry.item.sees_itself:
+                    continue
+                longest = max(stop - start for start, stop in entry.spans)
+                if longest > self.max_whole_media:
                     raise InvalidRequest(
-                        f"{item.kind}: its {item.num_rows} tokens are computed in one step, which holds at most"
-                        f" {self.max_whole_media}",
-                        param=item.kind,
+                        f"{entry.item.kind}: its {longest} tokens side by side are computed in one step, which holds at"
+                        f" most {self.max_whole_media}",
+                        param=entry.item.kind,
                         remedy="raise --max-num-batched-tokens or --long-prefill-token-threshold",
                     )
-        return self.media.place(token_ids, items)
+        return placed
 
     def _read_prompt(
         self, prompt: Prompt, cache_salt: str | None, options: PromptOptions, *, has_media: bool

@@ -15,7 +15,7 @@ from typing import Any
 
 from vkit.beam_search import BeamSearchParams, beam_search
 from vkit.config import EngineArgs
-from vkit.engine_thread import EngineThread
+from vkit.engine_thread import EngineThread, close_with
 from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, EngineRequest, Prompt, PromptOptions, checked_token_ids
 from vkit.loading import LoadedModel, ProgressCallback, load_model
@@ -50,6 +50,7 @@ class LLM:
         self._loaded = loaded
         self._inputs = loaded.inputs
         self._thread = EngineThread(loaded.engine)
+        close_with(self, self._thread, loaded.close)
         self._names = itertools.count(1)
 
     def __enter__(self) -> LLM:
@@ -190,7 +191,10 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(
-            prompts, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
+            prompts,
+            params if params is not None else self._chat_params(),
+            lora=lora,
+            options=_told(chat_template_kwargs),
         )
 
     def chat_stream(
@@ -207,7 +211,10 @@ class LLM:
         """The answer to one conversation as it comes."""
         prompt = self._chat_prompt(messages, tools, add_generation_prompt, chat_template, chat_template_kwargs)
         return self.stream(
-            prompt, params if params is not None else self._chat_params(), options=_told(chat_template_kwargs)
+            prompt,
+            params if params is not None else self._chat_params(),
+            lora=lora,
+            options=_told(chat_template_kwargs),
         )
 
     def with_placeholders(self, text: str, media: Mapping[MediaKind, Sequence[Media]]) -> str:

@@ -40,9 +40,12 @@ from vkit.layers import AdapterSwitch
 from vkit.layers.streaming import FileReader
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
+from vkit.loaders.mmproj import ProjectedCheckpoint
+from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
+from vkit.media import KINDS, MediaProcessor
 from vkit.media.conversation import with_placeholders
-from vkit.models import HFConfig, build_model, create_model, model_class
+from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
 from vkit.models.offload import OffloadPlan, apply_offload, plan_offload
@@ -287,6 +290,7 @@ class CheckedModel:
     """Batch-level logits processors, installed and named."""
     embedding: EmbeddingForm | None = None
     adapters: AdapterRegistry | None = None
+    media: MediaProcessor | None = None
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -318,6 +322,12 @@ class CheckedModel:
             compile_grammar=grammars.compile,
             reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
+            media=self.media,
+            media_limits={
+                kind: config.limit_mm_per_prompt[kind] for kind in KINDS if kind in config.limit_mm_per_prompt
+            },
+            max_whole_media=_max_whole_media(config),
+            splits_media=not config.disable_chunked_mm_input,
             embeds=embedding is not None,
             find_adapter=self.adapters.find if self.adapters is not None else None,
         )
@@ -384,7 +394,9 @@ def check_model(args: EngineArgs) -> CheckedModel:
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
     device = find_device(args.device)
-    checkpoint = open_checkpoint(Path(args.model), use_mmap=not args.no_mmap)
+    checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
+    if args.mmproj is not None:
+        checkpoint = ProjectedCheckpoint(checkpoint, Path(args.mmproj), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
         if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
@@ -404,11 +416,32 @@ def check_model(args: EngineArgs) -> CheckedModel:
     facts, specs = describe_model(checkpoint, args, device)
     embeds = getattr(model_class(checkpoint.architecture), "embeds", False)
     embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
+    media = _media_processor(checkpoint, args, device, tokenizer)
+    facts = dataclasses.replace(facts, media_kinds=media.kinds if media is not None else ())
     config = args.resolve(facts, _device_facts(device))
     for note in config.notes:
         logger.warning("%s", note)
     adapters = _adapters(checkpoint, config) if config.enable_lora else None
-    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding, adapters)
+    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding, adapters, media)
+
+
+def _media_processor(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device, tokenizer: Tokenizer
+) -> MediaProcessor | None:
+    """How the model takes media; None if it takes text only."""
+    context = MediaContext(
+        checkpoint.preprocessor_config("image"),
+        checkpoint.preprocessor_config("video"),
+        tokenizer.token_text,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.token_id,
+    )
+    return create_model(checkpoint, _provisional(args, checkpoint, device)).media_processor(context)
+
+
+def _max_whole_media(config: EngineConfig) -> int:
+    """Most tokens of one item that a step can hold."""
+    return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
 
 
 def _adapters(checkpoint: Checkpoint, config: EngineConfig) -> AdapterRegistry:
@@ -468,6 +501,8 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
+        max_num_encoder_input_tokens=config.max_num_encoder_input_tokens,
+        disable_chunked_mm_input=config.disable_chunked_mm_input,
         max_loras=config.max_loras,
     )
     return EngineSettings(
@@ -522,7 +557,8 @@ def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCach
     groups = []
     for group in group_layers(specs):
         units = [spec.bytes_per_unit for spec in (specs[layer] for layer in group.layers) if spec is not None]
-        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window))
+        granule = max(spec.granule for spec in (specs[layer] for layer in group.layers) if spec is not None)
+        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window, granule))
     config = HFConfig(checkpoint.config)
     num_experts = config.optional_integer(*_EXPERT_KEYS)
     per_token, per_seq = _activation_bytes(config)

@@ -6,6 +6,7 @@ step costs more for a longer output. Rows are float32 `(V,)` views, written in p
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
@@ -151,9 +152,10 @@ class EndOfThinking:
     def __init__(self, budget: ThinkingBudget, sequence: Sequence) -> None:
         self._counter = ThinkingCounter(budget, OutputTokens(sequence))
 
-    def apply(self, row: Tensor) -> None:
-        """Force the next token of the end mark, if it is due."""
-        forced = self._counter.forced_id()
+    def apply(self, row: Tensor, num_drafts: int = 0) -> None:
+        """Force the next token of the end mark, if it is due. With drafts at its end, the output is read on a copy."""
+        counter = copy.copy(self._counter) if num_drafts else self._counter
+        forced = counter.forced_id()
         if forced is None:
             return
         value = float(row[forced])

@@ -113,7 +113,6 @@ class Runner:
             self._builder.build(plan), plan.state_copies, MediaEncoder.prepare(plan), adapters, plan.connector_meta
         )
 
-    @torch.inference_mode()
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order.
 
@@ -174,6 +173,7 @@ class Runner:
         """`execute` of `prepare`."""
         return self.execute(self.prepare(plan))
 
+    @torch.inference_mode()
     def _run(self, batch: Batch) -> Tensor:
         hidden = self.model.forward(batch)
         return self.model.compute_logits(kernels.embedding(batch.logits_rows, hidden))

@@ -193,7 +193,7 @@ class Scheduler:
         self._step += 1
         finished_ids, self._finished_ids = self._finished_ids, []
         copies, media = self.cache.take_state_copies(), self.media.take_orders()
-        return Plan(self._step, list(work.items.values()), finished_ids, copies, media)
+        return Plan(self._step, list(work.items.values()), finished_ids, copies, media=media)
 
     def drop_finished(self, plan: Plan) -> None:
         """Take sequences out of a plan not yet run that ended since it was made.

@@ -23,7 +23,7 @@ OPS = frozenset(
         *("add_rms_norm", "layer_norm", "rms_norm", "qk_norm_rope", "rope"),
         *("embedding", "linear", "quantized_embedding", "quantized_linear"),
         *("paged_attention", "write_kv"),
-        *("draw", "head_linear", "replace_ids", "scale_rows", "scaled_linear"),
+        *("draw", "head_linear", "largest", "replace_ids", "scale_rows", "scaled_linear"),
         *("route_experts", "route_scored_experts", "run_experts"),
         *("causal_conv1d", "gated_delta_net", "log_decay", "mamba2_scan"),
     }

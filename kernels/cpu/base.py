@@ -64,6 +64,7 @@ class OpsBase:
         self._eager = Eager(library)
         self._reference = reference
         self._constants: dict[int, tuple[object, Tensor]] = {}
+        self._largest: Any = None
         self._copies: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self._tables: dict[tuple[int, bool], Any] = {}
         self._id_lists: dict[tuple[int, ...], Tensor] = {}

@@ -326,19 +326,39 @@ void op_layer_norm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     });
 }
 
-// p: x float32, out int64. n: C, x stride. Ties go to the lowest index.
+// The largest of a row and where it first occurs; a NaN counts as largest.
+VK_INLINE float largest_of(const float* x, int64_t c, int64_t* where) {
+    constexpr int64_t PART = 512;
+    float top = -INFINITY;
+    int64_t part = 0;
+    for (int64_t begin = 0; begin < c; begin += PART) {
+        const int64_t end = begin + PART < c ? begin + PART : c;
+        VF best = vf_set1(-INFINITY), spoilt = vf_zero();
+        for (int64_t i = begin; i < end; i += 16) {
+            const VF v = i + 16 <= end ? vf_load(x + i) : load_upto(x, VK_F32, i, end);
+            spoilt = vf_max(spoilt, vf_select_lt(v, vf_set1(INFINITY), vf_zero(), vf_set1(1)));  // NaN or +inf
+            best = i + 16 <= end ? vf_max(v, best) : best;
+        }
+        float peak = vf_hmax(best);
+        for (int64_t i = end - (end - begin) % 16; i < end; ++i) peak = x[i] > peak ? x[i] : peak;
+        for (int64_t i = begin; vf_hmax(spoilt) > 0 && i < end; ++i)
+            if (x[i] != x[i]) {
+                *where = i;
+                return x[i];
+            }
+        if (peak > top) top = peak, part = begin;
+    }
+    const int64_t last = c - 1;
+    while (part < last && x[part] != top) ++part;
+    *where = part;
+    return top;
+}
+
+// p: x float32, out int64, out float32. n: C, x stride. Ties go to the lowest index.
 void op_argmax(const VkOp* op, const VkStep* step, VkCtx* ctx) {
-    const int64_t c = op->n[0];
     vk_for_each(ctx, vk_rows(op, step), [&](int64_t row) {
         const float* x = (const float*)op->p[0] + row * op->n[1];
-        VF best = vf_set1(-INFINITY);
-        int64_t i = 0;
-        for (; i + 16 <= c; i += 16) best = vf_max(vf_load(x + i), best);
-        float top = vf_hmax(best);
-        for (; i < c; ++i) top = x[i] > top ? x[i] : top;
-        int64_t index = 0;
-        while (index < c - 1 && x[index] != top) ++index;
-        ((int64_t*)op->p[1])[row] = index;
+        ((float*)op->p[2])[row] = largest_of(x, op->n[0], (int64_t*)op->p[1] + row);
     });
 }
 

@@ -33,7 +33,7 @@ VK_UNROLL(16)
 VK_UNROLL(2)
         for (int g = 0; g < G; ++g) {
             const uint8_t* p = weight + g * group_bytes + 64 * j;
-            vk_prefetch(p + PREFETCH_BYTES);
+            prefetch_weight<R>(p + PREFETCH_BYTES);
             const VI w = vi_load(p);
 VK_UNROLL(16)
             for (int r = 0; r < R; ++r) acc[g * R + r] = dot_pair(acc[g * R + r], w, x + r * PAIR_BYTES);

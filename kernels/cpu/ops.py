@@ -6,6 +6,7 @@ that the step is not recordable.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,7 @@ from vkit.kernels.cpu.base import (
 from vkit.kernels.cpu.cache import Cache
 from vkit.kernels.cpu.dtypes import CACHE_IDS, DTYPE_IDS
 from vkit.kernels.cpu.experts import ExpertOps
-from vkit.kernels.cpu.library import ROWS_SEQS, make_op
+from vkit.kernels.cpu.library import NO_STEP, ROWS_SEQS, Op, make_op
 from vkit.kernels.cpu.recurrent import RecurrentOps
 from vkit.kernels.cpu.tape import Node, Recording, current
 from vkit.kernels.cpu.weights import KIND_PAIRS, PACKED_FORMATS, PackedWeight, block_kind
@@ -40,6 +41,15 @@ from vkit.kernels.scaled import ScaledMatrix
 EPILOGUES = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 UNARY_IDS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5, "sigmoid": 6, "tanh": 7, "softplus": 9}
 _SOFT_CAP = 8
+
+
+class _Largest:
+    """The op that finds largest values, and room for what it finds."""
+
+    def __init__(self, rows: int) -> None:
+        self.ids, self.values = (ctypes.c_int64 * rows)(), (ctypes.c_float * rows)()
+        pointers = (None, ctypes.addressof(self.ids), ctypes.addressof(self.values))
+        self.program = (Op * 1)(make_op("ARGMAX", rows, pointers, ()))
 
 
 class Operations(RecurrentOps, ExpertOps):
@@ -478,6 +488,20 @@ class Operations(RecurrentOps, ExpertOps):
         return out
 
     # ---------------------------------------------------------------------------------------- sampling
+
+    def largest(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """Index and value of each row's largest. Never part of a recorded step, so it runs at once."""
+        if logits.stride(1) != 1:
+            found: tuple[list[int], list[float]] = self._reference["largest"](logits)
+            return found
+        rows, width = logits.shape
+        if self._largest is None or len(self._largest.ids) < rows:
+            self._largest = _Largest(rows)
+        search = self._largest
+        op = search.program[0]
+        op.rows, op.p[0], op.n[0], op.n[1] = rows, logits.data_ptr(), width, logits.stride(0)
+        self.library.run(search.program, NO_STEP)
+        return search.ids[:rows], search.values[:rows]
 
     def draw(self, logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and largest logits of rows. Never part of a recorded step, so it runs at once."""

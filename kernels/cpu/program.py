@@ -6,6 +6,7 @@ decode and every mixture.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
@@ -27,6 +28,9 @@ StepFunction = Callable[[Any], Tensor]
 
 _RECORDED = StepSizes(tokens=31, logits=17, seqs=13)
 """Primes, so that every row count tells which size it comes from."""
+
+_KEPT_LOGITS = 64
+"""Rows of logits that have a place of their own; more of them, as all of a prompt's may be, get new memory."""
 
 _TOKEN_FIELDS = ("token_ids", "positions", "slot_mapping")
 _LOGITS_FIELDS = ("logits_rows",)
@@ -81,7 +85,8 @@ class Program:
         self.limits = limits
         self._library = library
         self._inputs = _Inputs(batch, limits)
-        self._tables = [paged.block_table for paged in batch.paged if paged is not None]
+        self._tables = [paged.block_table for paged in batch.paged if paged is not None]  # so that no id is used again
+        self._table_ids = [id(table) for table in self._tables]
         recording = Recording(library, _RECORDED, limits)
         token = current.set(recording)
         try:
@@ -100,9 +105,12 @@ class Program:
         self._place_logits(start, logits.shape[1])
 
     def _place_logits(self, start: int, width: int) -> None:
-        """Find who writes the logits, so that every step writes memory of its own: the caller keeps what it gets."""
+        """Find who writes the logits, so that steps can take turns between two places."""
         size = self.limits.logits * width * 4
         self._width = width
+        # Two, since a step's logits are read while the next one runs; new memory would come with new pages each time.
+        self._logits = [torch.empty(_KEPT_LOGITS, width) for _ in range(2)]
+        self._turn = 0
         self._slots = [
             (index, slot, pointer - start)
             for index, op in enumerate(self._ops)
@@ -113,16 +121,17 @@ class Program:
     def takes(self, batch: Any) -> bool:
         """Whether the step fits the buffers, and the cache is where it was."""
         sizes, limits = _sizes(batch), self.limits
-        fits = sizes.tokens <= limits.tokens and sizes.logits <= limits.logits and sizes.seqs <= limits.seqs
-        tables = [paged.block_table for paged in batch.paged if paged is not None]
-        same = len(tables) == len(self._tables) and all(a is b for a, b in zip(tables, self._tables, strict=True))
-        return fits and same
+        if sizes.tokens > limits.tokens or sizes.logits > limits.logits or sizes.seqs > limits.seqs:
+            return False
+        return [id(paged.block_table) for paged in batch.paged if paged is not None] == self._table_ids
 
     def run(self, batch: Any) -> Tensor:
-        """The step's logits (R, V)."""
+        """The step's logits (R, V); the memory is used again by the step after next."""
         sizes = _sizes(batch)
         self._inputs.fill(batch)
-        logits = torch.empty(sizes.logits, self._width)
+        self._turn ^= 1
+        many = sizes.logits > _KEPT_LOGITS
+        logits = torch.empty(sizes.logits, self._width) if many else self._logits[self._turn][: sizes.logits]
         address = logits.data_ptr()
         for index, slot, offset in self._slots:
             self._ops[index].p[slot] = address + offset
@@ -148,6 +157,7 @@ class _Inputs:
                 self._fixed[where, name] = np.zeros(_limit(name, limits), value.numpy().dtype)
         for where, blocks in _states(batch):
             self._fixed[where, "state_blocks"] = np.zeros(limits.seqs, blocks.numpy().dtype)
+        self._addresses = {key: array.ctypes.data for key, array in self._fixed.items()}
 
     def recorded(self, batch: Any) -> Any:
         """A batch of the recorded sizes over the fixed memory; its values mean nothing."""
@@ -172,18 +182,25 @@ class _Inputs:
 
     def fill(self, batch: Any) -> None:
         """Copy a step in."""
-        fixed = self._fixed
-        for where, holder in _holders(batch):
-            for name in _fields_of(holder):
-                value = getattr(holder, name).numpy()
-                fixed[where, name][: len(value)] = value
-        for where, blocks in _states(batch):
-            fixed[where, "state_blocks"][: len(blocks)] = blocks.numpy()
+        sizes, holders = _sizes(batch), dict(_holders(batch))
+        for (where, name), fixed in self._addresses.items():
+            value = batch.state_blocks[where] if name == "state_blocks" else getattr(holders[where], name)
+            ctypes.memmove(fixed, value.data_ptr(), _limit(name, sizes) * value.itemsize)
 
 
 _HOST_READS = frozenset(
     {"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__array__", "equal"}
 )
+
+
+_HARMLESS = frozenset(
+    {
+        *(torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.element_size, torch.Tensor.is_contiguous),
+        *(torch.Tensor.numel, torch.Tensor.view, torch.Tensor.unflatten, torch.Tensor.unsqueeze),
+        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "device", "is_cuda")),
+    }
+)
+"""Most of what is called while a step is recorded: facts and views, which need no look at their result."""
 
 
 class _OnlyViews(TorchFunctionMode):
@@ -194,6 +211,8 @@ class _OnlyViews(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in _HARMLESS:
+            return result
         with torch._C.DisableTorchFunction():
             known = {x.untyped_storage().data_ptr() for x in _tensors([args, kwargs])}
             is_new = any(x.untyped_storage().data_ptr() not in known for x in _tensors([result]))

@@ -11,6 +11,8 @@ constexpr int64_t DRAW_CHUNK = 64;  // tokens per chunk; CHUNK of the reference
 constexpr int64_t DRAW_FEW = 64;    // so many are sorted one by one
 constexpr float DRAW_LEAST = 1e-35f;
 constexpr int DRAW_CUTS = 3;  // thresholds looked at together: seven cost more than they narrow
+constexpr int DRAW_LOOKS = 2;  // thresholds of the first look at a row
+const float DRAW_FIRST[DRAW_LOOKS] = {0x1p-7f, 0x1p-13f};
 const int32_t DRAW_LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 struct DrawRow {
@@ -229,39 +231,54 @@ VK_INLINE void draw_sort(const DrawRow* row, int64_t count) {
     }
 }
 
+// Where the border of top_p lies: below `low` all weights go, of at least `high` all stay; `above` is the sum of those.
+struct DrawBorder {
+    uint32_t low, high;
+    double above;
+};
+
+// Before the first look at n weights: all below a mean of what is dropped sum to less than that.
+VK_INLINE DrawBorder draw_border(int64_t n, double mass, double top_p) {
+    const float bound = (float)((mass - top_p * mass) / (double)n * 0.999);
+    return {draw_to_bits(bound > DRAW_LEAST ? bound : DRAW_LEAST), draw_to_bits(1.0f) + 1, 0};
+}
+
+// The border after the first look: the sums of the weights that reach each of its thresholds.
+VK_INLINE void draw_narrow(DrawBorder* border, const double* sums, double limit) {
+    int j = 0;
+    while (j < DRAW_LOOKS && sums[j] < limit) ++j;
+    if (j) border->high = draw_to_bits(DRAW_FIRST[j - 1]), border->above = sums[j - 1];
+    if (j < DRAW_LOOKS && draw_to_bits(DRAW_FIRST[j]) > border->low) border->low = draw_to_bits(DRAW_FIRST[j]);
+}
+
 // Drops what top_p drops of n weights (n a multiple of 16) with sum `mass`: in descending order, ties in order of place,
 // a weight stays while those before it sum to less than top_p * mass; the first stays. Returns a floor: weights below it
 // are dropped, and dropped ones above it were set to zero.
 //
 // The border is looked for between two floats, four times closer with every look at what still lies between them.
-VK_INLINE float draw_top_p(const DrawRow* row, float* weights, int64_t n, double mass, double top_p) {
+VK_INLINE float draw_top_p(
+    const DrawRow* row, float* weights, int64_t n, double mass, double top_p, DrawBorder border) {
     const double limit = top_p * mass;
-    const float bound = (float)((mass - limit) / (double)n * 0.999);  // all weights below sum to less than is dropped
-    uint32_t low = draw_to_bits(bound > DRAW_LEAST ? bound : DRAW_LEAST), high = draw_to_bits(1.0f) + 1;
-    double above = 0;  // sum of the weights of at least `high`, which stay; those below `low` go
-    const float* values = weights;
-    const int32_t* places = nullptr;
-    int64_t count = n;
-    do {
-        if (count > DRAW_FEW) {
-            float thresholds[DRAW_CUTS];
-            double sums[DRAW_CUTS];
-            for (uint32_t j = 0; j < DRAW_CUTS; ++j) {
-                const uint64_t step = (uint64_t)(high - low) * (DRAW_CUTS - j) / (DRAW_CUTS + 1);
-                thresholds[j] = draw_from_bits(low + (uint32_t)step);
-            }
-            draw_sums(values, draw_padded(count), thresholds, sums);
-            int j = 0;
-            while (j < DRAW_CUTS && above + sums[j] < limit) ++j;
-            if (j) high = draw_to_bits(thresholds[j - 1]);
-            if (j < DRAW_CUTS) low = draw_to_bits(thresholds[j]);
-            if (j) above += sums[j - 1];
+    uint32_t low = border.low, high = border.high;
+    double above = border.above;
+    int64_t count = draw_pick(
+        row->part, row->places, weights, nullptr, n, draw_from_bits(low), draw_from_bits(high));
+    while (count > DRAW_FEW && high - low > 1) {
+        float thresholds[DRAW_CUTS];
+        double sums[DRAW_CUTS];
+        for (uint32_t j = 0; j < DRAW_CUTS; ++j) {
+            const uint64_t step = (uint64_t)(high - low) * (DRAW_CUTS - j) / (DRAW_CUTS + 1);
+            thresholds[j] = draw_from_bits(low + (uint32_t)step);
         }
-        count = draw_pick(
-            row->part, row->places, values, places, draw_padded(count), draw_from_bits(low), draw_from_bits(high));
-        values = row->part;
-        places = row->places;
-    } while (count > DRAW_FEW && high - low > 1);
+        draw_sums(row->part, draw_padded(count), thresholds, sums);
+        int j = 0;
+        while (j < DRAW_CUTS && above + sums[j] < limit) ++j;
+        if (j) high = draw_to_bits(thresholds[j - 1]);
+        if (j < DRAW_CUTS) low = draw_to_bits(thresholds[j]);
+        if (j) above += sums[j - 1];
+        count = draw_pick(row->part, row->places, row->part, row->places, draw_padded(count), draw_from_bits(low),
+            draw_from_bits(high));
+    }
     if (count <= DRAW_FEW) draw_sort(row, count);  // else all are equal
     for (int64_t i = 0; i < count; ++i) {
         if (above >= limit && above > 0) weights[row->places[i]] = 0;
@@ -295,35 +312,35 @@ VK_INLINE int64_t draw_plain(const DrawRow* row) {
     return place < 0 ? -1 : row->ids[place];
 }
 
-// min_p and top_p without top_k: the whole row counts.
-VK_INLINE int64_t draw_from_row(const DrawRow* row, float floor, double top_p) {
+// The sum of the row's weights from `floor` (a logit) on, and of those that reach each of the first thresholds.
+VK_INLINE double draw_mass(const DrawRow* row, float floor, double* sums) {
     float spare[DRAW_CHUNK];
     double mass = 0;
-    for (int64_t c = 0; c < row->chunks; ++c) {
-        const float* p = draw_chunk(row, c, spare);
-        VF sum = vf_zero();
-        for (int64_t i = 0; i < DRAW_CHUNK; i += 16) {
-            const VF x = vf_load(p + i), w = vf_select_lt(x, vf_set1(floor), vf_zero(), draw_weight(row, x));
-            vf_store(row->weights + c * DRAW_CHUNK + i, w);
-            sum = vf_add(sum, w);
+    for (int j = 0; j < DRAW_LOOKS; ++j) sums[j] = 0;
+    for (int64_t begin = 0; begin < row->chunks; begin += 16) {  // short sums, as in draw_sums
+        const int64_t end = begin + 16 < row->chunks ? begin + 16 : row->chunks;
+        VF all = vf_zero(), part[DRAW_LOOKS], cuts[DRAW_LOOKS];
+        VK_UNROLL(2)
+        for (int j = 0; j < DRAW_LOOKS; ++j) part[j] = vf_zero(), cuts[j] = vf_set1(DRAW_FIRST[j]);
+        for (int64_t c = begin; c < end; ++c) {
+            if (row->maxima[c] < floor) continue;
+            const float* p = draw_chunk(row, c, spare);
+            VK_UNROLL(4)
+            for (int64_t i = 0; i < DRAW_CHUNK; i += 16) {
+                const VF x = vf_load(p + i), w = vf_select_lt(x, vf_set1(floor), vf_zero(), draw_weight(row, x));
+                all = vf_add(all, w);
+                VK_UNROLL(2)
+                for (int j = 0; j < DRAW_LOOKS; ++j) part[j] = vf_add(part[j], vf_select_lt(w, cuts[j], vf_zero(), w));
+            }
         }
-        mass += vf_sum(sum);
+        mass += vf_sum(all);
+        for (int j = 0; j < DRAW_LOOKS; ++j) sums[j] += vf_sum(part[j]);
     }
-    const int64_t n = row->chunks * DRAW_CHUNK;
-    const float least = top_p < 1 ? draw_top_p(row, row->weights, n, mass, top_p) : DRAW_LEAST;
-    // Noise costs more than moving what is left together, since few sixteens are dropped as a whole.
-    const int64_t count = draw_pick(row->part, row->ids, row->weights, nullptr, n, least, INFINITY);
-    const int64_t place = draw_race(row, row->part, row->ids, draw_padded(count), least, 0);
-    return place < 0 ? -1 : row->ids[place];
+    return mass;
 }
 
-// top_k, with min_p as `floor`: what reaches the k-th largest of the chunks' maxima holds the k largest.
-VK_INLINE int64_t draw_from_candidates(const DrawRow* row, float floor, int64_t top_k, double top_p) {
-    if (top_k <= row->chunks) {
-        memcpy(row->weights, row->maxima, (size_t)row->chunks * 4);
-        const float kth = draw_kth(row->weights, row->chunks, top_k);
-        floor = kth > floor ? kth : floor;
-    }
+// Logits of at least `floor` with their ids, in `part` and `ids`, padded with -inf to a multiple of 16. How many.
+VK_INLINE int64_t draw_candidates(const DrawRow* row, float floor) {
     float spare[DRAW_CHUNK];
     int64_t count = 0;
     const VI lanes = vi_load(DRAW_LANES);
@@ -336,6 +353,43 @@ VK_INLINE int64_t draw_from_candidates(const DrawRow* row, float floor, int64_t 
                 row->part + count, row->ids + count, vf_load(p + i), names, vf_set1(floor), vf_set1(INFINITY));
         }
     }
+    vf_store(row->part + count, vf_set1(-INFINITY));
+    return count;
+}
+
+// min_p and top_p without top_k. The whole row counts, but what one look at it drops is never written down.
+VK_INLINE int64_t draw_from_row(const DrawRow* row, float floor, double top_p) {
+    double mass = 0, sums[DRAW_LOOKS];
+    DrawBorder border = {draw_to_bits(DRAW_LEAST), 0, 0};
+    if (top_p < 1) {
+        mass = draw_mass(row, floor, sums);
+        border = draw_border(row->chunks * DRAW_CHUNK, mass, top_p);
+        draw_narrow(&border, sums, top_p * mass);
+        // A logit a little below the border's weight: rounding may not lose one that stays.
+        const float lowest = row->largest + (log2f(draw_from_bits(border.low)) - 0.01f) / row->scale;
+        floor = lowest > floor ? lowest : floor;
+    }
+    const int64_t n = draw_padded(draw_candidates(row, floor));
+    for (int64_t i = 0; i < n; i += 16) vf_store(row->weights + i, draw_weight(row, vf_load(row->part + i)));
+    const float least = top_p < 1 ? draw_top_p(row, row->weights, n, mass, top_p, border) : DRAW_LEAST;
+    if (top_p < 1) {
+        // Noise costs more than moving what is left together, since few sixteens are dropped as a whole.
+        const int64_t count = draw_pick(row->weights, row->ids, row->weights, row->ids, n, least, INFINITY);
+        const int64_t place = draw_race(row, row->weights, row->ids, draw_padded(count), least, 0);
+        return place < 0 ? -1 : row->ids[place];
+    }
+    const int64_t place = draw_race(row, row->weights, row->ids, n, least, 0);
+    return place < 0 ? -1 : row->ids[place];
+}
+
+// top_k, with min_p as `floor`: what reaches the k-th largest of the chunks' maxima holds the k largest.
+VK_INLINE int64_t draw_from_candidates(const DrawRow* row, float floor, int64_t top_k, double top_p) {
+    if (top_k <= row->chunks) {
+        memcpy(row->weights, row->maxima, (size_t)row->chunks * 4);
+        const float kth = draw_kth(row->weights, row->chunks, top_k);
+        floor = kth > floor ? kth : floor;
+    }
+    int64_t count = draw_candidates(row, floor);
     if (count > top_k) {
         memcpy(row->weights, row->part, (size_t)count * 4);
         const float kth = draw_kth(row->weights, count, top_k);
@@ -350,7 +404,8 @@ VK_INLINE int64_t draw_from_candidates(const DrawRow* row, float floor, int64_t 
         vf_store(row->weights + i, w);
         mass += vf_sum(w);
     }
-    const float least = top_p < 1 ? draw_top_p(row, row->weights, n, mass, top_p) : DRAW_LEAST;
+    const DrawBorder border = draw_border(n, mass, top_p);
+    const float least = top_p < 1 ? draw_top_p(row, row->weights, n, mass, top_p, border) : DRAW_LEAST;
     const int64_t place = draw_race(row, row->weights, row->ids, n, least, 0);
     return place < 0 ? -1 : row->ids[place];
 }

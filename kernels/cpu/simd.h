@@ -99,6 +99,8 @@ template <bool WIDE> VK_INLINE VI vi_dot(VI acc, VB weight, const int8_t* activa
     return _mm512_dpbusd_epi32(acc, weight, _mm512_set1_epi32(four));
 }
 VK_INLINE void vk_prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// Of what is read once: it leaves what the larger caches hold alone.
+VK_INLINE void vk_prefetch_once(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
 VK_INLINE void vk_prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 #elif defined(__AVX2__)
@@ -256,6 +258,8 @@ template <bool WIDE> VK_INLINE VI vi_dot(VI acc, VB weight, const int8_t* activa
     return {vk_dot256<WIDE>(acc.a, weight.a, x), vk_dot256<WIDE>(acc.b, weight.b, x)};
 }
 VK_INLINE void vk_prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// Of what is read once: it leaves what the larger caches hold alone.
+VK_INLINE void vk_prefetch_once(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
 VK_INLINE void vk_prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 #else
@@ -393,6 +397,7 @@ template <bool WIDE> VK_INLINE VI vi_dot(VI acc, VB weight, const int8_t* activa
     return acc;
 }
 VK_INLINE void vk_prefetch(const void*) {}
+VK_INLINE void vk_prefetch_once(const void*) {}
 VK_INLINE void vk_prefetch_far(const void*) {}
 
 #endif

@@ -44,13 +44,17 @@ class FakeLLM:
             raise InvalidRequest("this model has no chat template", remedy="pass --chat-template")
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
-    def generate(self, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Sequence[str], params: SamplingParams, *, lora: str | None = None
+    ) -> list[RequestOutput]:
         return [self._whole(prompt, params) for prompt in prompts]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams) -> list[RequestOutput]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, lora: str | None = None
+    ) -> list[RequestOutput]:
         return [self._whole(self.apply_chat_template(messages), params)]
 
-    def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(self, prompt: str, params: SamplingParams, *, lora: str | None = None) -> Iterator[RequestOutput]:
         self.prompts.append(prompt)
         self.params.append(params)
         text = self.answer[: params.max_tokens]
@@ -63,7 +67,9 @@ class FakeLLM:
             self.num_stopped += 1
             raise
 
-    def chat_stream(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams) -> Iterator[RequestOutput]:
+    def chat_stream(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, lora: str | None = None
+    ) -> Iterator[RequestOutput]:
         return self.stream(self.apply_chat_template(messages), params)
 
     def _whole(self, prompt: str, params: SamplingParams) -> RequestOutput:

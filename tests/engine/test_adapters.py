@@ -106,7 +106,8 @@ def test_mixed_batches_equal_merged_weights(budget: int, base: Path, tmp_path: P
             expected[name] = logprobs(llm, PROMPTS, [None] * 3)
     assert (expected["one"][0] - expected[None][0]).abs().max() > 0.1
     modules = {"one": str(one), "two": str(two)}
-    with open_llm(base, enable_lora=True, lora_modules=modules, max_num_batched_tokens=budget) as llm:
+    keywords = {"max_num_batched_tokens": budget, "async_scheduling": budget == 8}
+    with open_llm(base, enable_lora=True, lora_modules=modules, **keywords) as llm:
         names: list[str | None] = [None, "one", "two", "two", "one", None]
         for loras in (names, names[::-1]):
             prompts = [PROMPTS[i % 3] for i in range(6)]
@@ -122,6 +123,15 @@ def test_generation_follows_the_adapter(base: Path, tmp_path: Path) -> None:
     with open_llm(base, enable_lora=True, lora_modules=[f"a={path}"]) as llm:
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, lora="a")] == expected
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] != expected
+        messages = [{"role": "user", "content": "hi"}]
+        template = "{{ messages[0].content }}"
+        whole = llm.chat(messages, params, chat_template=template, lora="a")[0].outputs[0].token_ids
+        parts = [
+            t
+            for o in llm.chat_stream(messages, params, chat_template=template, lora="a")
+            for t in o.outputs[0].token_ids
+        ]
+        assert whole == parts == llm.generate("hi", params, lora="a")[0].outputs[0].token_ids
         streamed = [t for output in llm.stream(PROMPTS[0], params, lora="a") for t in output.outputs[0].token_ids]
         assert streamed == expected[0]
 
@@ -214,6 +224,29 @@ def test_adapters_survive_sleep(level: int, base: Path, tmp_path: Path) -> None:
         llm.wake_up()
         for rows, expected in zip(logprobs(llm, PROMPTS, ["a"] * 3), before, strict=True):
             assert torch.equal(rows, expected)
+
+
+def test_in_process_chat_chooses_by_model(base: Path, tmp_path: Path) -> None:
+    path, _ = make_adapter(tmp_path / "a", base, EVERYTHING, seed=3)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    async def main() -> None:
+        modules = {"a": str(path)}
+        args = EngineArgs(model=str(base), threads=1, enable_lora=True, lora_modules=modules, chat_template=template)
+        engine = AsyncLLM(args)
+        try:
+            request = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
+            texts = [
+                (await engine.chat({**request, "model": model}))["choices"][0]["message"]["content"]
+                for model in ("llama", "a")
+            ]
+            assert texts[0] != texts[1]
+            with pytest.raises(InvalidRequest, match="does not exist"):
+                await engine.chat({**request, "model": "b"})
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())
 
 
 def rewritten(folder: Path, **config: Any) -> None:

@@ -52,7 +52,8 @@ def test_chunks_and_batches_do_not_matter(
     pooling: str, budget: int, model: Path, golden: dict[str, torch.Tensor]
 ) -> None:
     prompts = [golden["input_ids"].tolist(), golden["input_ids_b"].tolist()]
-    with open_llm(model, pooling, max_num_batched_tokens=budget, max_num_seqs=4) as llm:
+    keywords = {"max_num_batched_tokens": budget, "max_num_seqs": 4, "async_scheduling": budget == 7}
+    with open_llm(model, pooling, **keywords) as llm:
         together, alone = llm.embed(prompts * 2), [llm.embed(prompt)[0] for prompt in prompts]
     for vector, suffix in zip([*together, *alone], ["", "_b"] * 3, strict=True):
         if pooling == "cls":

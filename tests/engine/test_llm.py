@@ -511,3 +511,20 @@ def test_what_a_server_asks_of_it() -> None:
     assert engine.render_chat([{"role": "user", "content": "y"}]) == [*b"<bos>[user]y>"]
     engine.check_health()
     engine.close()
+
+
+@pytest.mark.parametrize("face", [LLM, AsyncLLM])
+def test_a_model_that_nobody_holds_any_more_is_freed(face: Any) -> None:
+    freed = threading.Event()
+    loaded = make_loaded()
+    loaded.on_close = freed.set
+    llm = face.from_loaded(loaded)
+    thread = llm._thread._thread
+    tokenizer = llm.tokenizer
+    ids = tokenizer.encode("left behind", add_special_tokens=False)
+    del llm, loaded
+    gc.collect()
+    assert freed.wait(10)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert tokenizer.decode(ids) == "left behind"  # what was taken out of it goes on working

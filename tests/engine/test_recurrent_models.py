@@ -23,6 +23,7 @@ GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
         ("nemotron_h", 20, True),
         pytest.param("kimi_linear", 22, True, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 9, True, marks=pytest.mark.slow),
+        pytest.param("deepseek_v4", 18, True, marks=pytest.mark.slow),
         pytest.param("gemma4", 14, False, marks=pytest.mark.slow),
     ],
 )

@@ -11,9 +11,11 @@ import pytest
 
 from vkit.kernels import build
 from vkit.kernels.block_formats import BLOCK_FORMATS
-from vkit.kernels.build import BuildError, Unit, build_library
+from vkit.kernels.build import build_library
+from vkit.kernels.compiler import BuildError, Unit
 from vkit.kernels.cpu import threads
-from vkit.kernels.cpu.library import LEVEL_FLAGS, Library
+from vkit.kernels.cpu.library import Library
+from vkit.kernels.cpu.sources import LEVEL_FLAGS
 from vkit.kernels.cpu.weights import PACKED_FORMATS
 
 PROGRAM = "from vkit.kernels.cpu.library import load_library; print(load_library().level)"

@@ -140,13 +140,16 @@ def test_what_is_fused(model: TinyModel, library: Library) -> None:
     assert runner._program._ops[1].p[3] is None  # nobody wants the first norm's plain result
 
 
-def test_logits_belong_to_the_caller(model: TinyModel, library: Library) -> None:
+def test_logits_hold_until_the_step_after_next(model: TinyModel, library: Library) -> None:
     runner = StepRunner(library, model.step)
     first = runner(model.batch([4], [4]))
     kept = first.clone()
-    for _ in range(3):
-        runner(model.batch([4], [9]))
+    second = runner(model.batch([4], [9]))
     assert torch.equal(first, kept)
+    assert not torch.equal(second, kept)
+    many = model.batch([70], [70])
+    many.logits_rows = torch.arange(70)
+    assert torch.equal(runner(many), model.step(many))
 
 
 @pytest.mark.parametrize("vocab", [2 * HIDDEN, 2 * FFN, 4 * FFN])

@@ -257,7 +257,9 @@ def test_rope_scaling(loaded: Checkpoint, case: Case) -> None:
 
 
 def test_every_architecture_has_a_case() -> None:
-    assert {case.arch for case in CASES} | {"qwen35"} == set(ARCHITECTURES)
+    """Those whose layers differ are tested through the converter (tests/conversion), against logits."""
+    mixed = {name for name, item in ARCHITECTURES.items() if item.config.__module__.endswith("_mixed")}
+    assert {case.arch for case in CASES} | {"qwen35"} | mixed == set(ARCHITECTURES)
 
 
 def test_qwen35() -> None:

@@ -17,6 +17,7 @@ FURTHER = [
     *("stablelm_parallel", "opt", "cohere", "cohere2", "internlm2", "internlm3", "minicpm"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
 ]
+COMPRESSED = ["deepseek_v4"]
 RECURRENT = ["qwen3_5", "qwen3_5_moe", "kimi_linear", "nemotron_h"]
 SENSITIVE = [*RECURRENT, "gemma4", "gemma4_moe", "gemma4_unified", "laguna", "muse_glimmer"]
 """Rounding the weights of these to bfloat16 already moves logits by more than 2 % of their range."""
@@ -34,6 +35,7 @@ SHAPES = [
         for name in RECURRENT
         for block_size, chunk in ((4, 1), (16, 5), (4, 64))
     ),
+    *((name, *sizes, BACKENDS[-1]) for name in COMPRESSED for sizes in ((4, 1), (4, 7), (16, 5), (16, 64))),
     *((name, 4, 7, backend) for name in FURTHER for backend in BACKENDS),
     *((name, 16, 64, BACKENDS[-1]) for name in FURTHER),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import shutil
@@ -177,6 +178,22 @@ def test_every_form_of_transcription(hearer: Any, recording: bytes, text: str) -
         events = list(create(model="hearer", file=file, stream=True))
         assert [event.type for event in events] == ["transcript.text.delta", "transcript.text.done"]
         assert events[-1].text == text  # type: ignore[union-attr]
+
+
+def test_several_at_a_time(hearer: Any, recording: bytes, text: str) -> None:
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{hearer.url}/v1", api_key="-", max_retries=0, timeout=60) as sdk:
+            file = ("speech.wav", recording)
+            found = await asyncio.gather(
+                *(sdk.audio.transcriptions.create(model="hearer", file=file) for _ in range(5))
+            )
+            assert [item.text for item in found] == [text] * 5
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(sdk.audio.transcriptions.create(model="hearer", file=file), 0.001)
+            assert (await sdk.audio.transcriptions.create(model="hearer", file=file)).text == text
+
+    asyncio.run(main())
+    assert httpx.get(f"{hearer.url}/load").json() == {"server_load": 0}
 
 
 def test_what_cannot_be_honoured_is_named(hearer: Any, recording: bytes) -> None:

@@ -55,6 +55,8 @@ class LayerCacheSpec:
     tensors: tuple[TensorSpec, ...]
     window: int | None = None
     """Tokens visible to a query, itself included; SLIDING only."""
+    granule: int = 1
+    """Tokens that one entry spans, of which each keeps a part. Blocks that are shared must hold whole entries."""
 
     @property
     def bytes_per_unit(self) -> int:

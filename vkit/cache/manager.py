@@ -112,6 +112,7 @@ class KVCacheManager:
         lookups = [self._block_at(group, hashes) for group in self._indices]
         length = min(len(hashes), (sequence.num_tokens - 1) // self.block_size)
         while True:
+            length = self._before_runs(sequence, length)
             before = length
             for rules, block_at in zip(self._rules, lookups, strict=True):
                 length = rules.longest_hit(block_at, length)
@@ -121,6 +122,14 @@ class KVCacheManager:
             return PrefixHit()
         tables = [rules.hit_table(block_at, length) for rules, block_at in zip(self._rules, lookups, strict=True)]
         return PrefixHit(length * self.block_size, tables)
+
+    def _before_runs(self, sequence: Sequence, length: int) -> int:
+        """At most `length` blocks, cut where they would end inside media tokens that see each other."""
+        for placed in sequence.media:
+            for first, beyond in placed.spans if placed.item.sees_itself else ():
+                if first < length * self.block_size < beyond:
+                    return first // self.block_size
+        return length
 
     def count_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Record a look-up that led to admission."""
@@ -288,7 +297,7 @@ class KVCacheManager:
                 parent_hash=hashes[first - 1] if first else None,
                 token_ids=tuple(sequence.token_ids[first * size : end * size]),
                 block_size=size,
-                lora=None,
+                lora=sequence.adapter.name if sequence.adapter is not None else None,
                 group=group,
             )
         )

@@ -37,10 +37,12 @@ def describe(arch: str, config: HFConfig, names: Set[str]) -> Described:
     Raises:
         ModelLoadError: the configuration says something the format has no key for.
     """
+    from vkit.conversion.metadata_mixed import WRITERS as MIXED
+
     described = _common(config)
     if arch not in _WITHOUT_ROPE:
-        _add_rope(described, config, arch)
-    _WRITERS[arch](described, config, arch)
+        add_rope(described, config, arch, head_dim=config.optional_integer("qk_rope_head_dim"))
+    {**_WRITERS, **MIXED}[arch](described, config, arch)
     return described
 
 
@@ -51,11 +53,12 @@ def refuse(arch: str, what: str) -> NoReturn:
 
 def _common(config: HFConfig) -> Described:
     hidden, heads = config.integer("hidden_size", "n_embd"), config.integer("num_attention_heads", "n_head")
+    kinds = config.values.get("hybrid_override_pattern") or config.values.get("layers_block_type")
     keys: Keys = {
         "vocab_size": config.integer("vocab_size"),
         "context_length": config.integer(*CONTEXT_KEYS, "model_max_length"),
         "embedding_length": hidden,
-        "block_count": config.integer("num_hidden_layers", "n_layer"),
+        "block_count": len(kinds) if kinds else config.integer("num_hidden_layers", "n_layer"),
         "attention.head_count": heads,
         "attention.head_count_kv": config.integer("num_key_value_heads", default=heads),
     }
@@ -70,7 +73,7 @@ def _common(config: HFConfig) -> Described:
     return Described(keys)
 
 
-def _add_rope(
+def add_rope(
     described: Described, config: HFConfig, arch: str, *, head_dim: int | None = None, layer_type: str = FULL
 ) -> None:
     context = described.keys["context_length"]
@@ -92,16 +95,16 @@ def _add_rope(
         case "linear":
             described.keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(spec.scaling["factor"])}
         case "yarn":
-            _add_yarn(described, spec)
+            add_yarn(described, spec)
         case "longrope":
             _add_longrope(described, spec)
         case "llama3" | "frequency_divisors" | "proportional":
-            described.vectors["rope_freqs"] = _divisors(spec)
+            described.vectors["rope_freqs"] = divisors(spec)
         case _:
             refuse(arch, f"rope scaling {spec.kind!r}")
 
 
-def _add_yarn(described: Described, spec: RopeSpec) -> None:
+def add_yarn(described: Described, spec: RopeSpec) -> None:
     scaling = spec.scaling
     described.keys |= {
         "rope.scaling.type": "yarn",
@@ -133,7 +136,7 @@ STANDING_STILL = 1e30
 """Divisor of a pair that does not rotate."""
 
 
-def _divisors(spec: RopeSpec) -> list[float]:
+def divisors(spec: RopeSpec) -> list[float]:
     """By what each plain frequency is divided."""
     scaled, _ = frequencies_of(spec)
     width = spec.width
@@ -203,7 +206,7 @@ def _qwen3moe(described: Described, config: HFConfig, arch: str) -> None:
     }
 
 
-def _qwen35(described: Described, config: HFConfig, arch: str) -> None:
+def qwen35_keys(described: Described, config: HFConfig, arch: str) -> None:
     interval = config.integer("full_attention_interval", default=4)
     num_layers = described.keys["block_count"]
     listed = config.layer_types(num_layers)
@@ -274,7 +277,8 @@ def _phi3(described: Described, config: HFConfig, arch: str) -> None:
         described.keys["attention.sliding_window"] = window
 
 
-_WITHOUT_ROPE = frozenset({"gpt2"})
+_WITHOUT_ROPE = frozenset({"gpt2", "gemma4", "laguna", "nemotron_h", "nemotron_h_moe", "kimi-linear"})
+"""Architectures without positions by rotation, or with more than one rope: their writers say the rest."""
 _DEFAULT_PARTIAL = {"phi2": 0.5, "stablelm": 0.25, "glm4": 0.5, "qwen35": 0.25, "qwen35moe": 0.25}
 _DEFAULT_BASE = {"gemma3": 1e6}
 _WRITERS: dict[str, Callable[[Described, HFConfig, str], None]] = {
@@ -294,12 +298,26 @@ _WRITERS: dict[str, Callable[[Described, HFConfig, str], None]] = {
     "phi3": _phi3,
     "qwen2": _without_window,
     "qwen3": _without_window,
-    "qwen35": _qwen35,
+    "qwen35": qwen35_keys,
     "qwen3moe": _qwen3moe,
     "stablelm": _plain,
 }
 
 ARCHITECTURE_OF: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "DeepseekV4ForCausalLM": "deepseek4",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4",
+    "Glm4MoeLiteForCausalLM": "deepseek2",
+    "KimiLinearForCausalLM": "kimi-linear",
+    "LagunaForCausalLM": "laguna",
+    "MiniCPM3ForCausalLM": "minicpm3",
+    "MuseGlimmerForCausalLM": "muse-glimmer",
+    "MuseGlimmerForConditionalGeneration": "muse-glimmer",
+    "NemotronHForCausalLM": "nemotron_h",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen35moe",
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "command-r",
     "GPT2LMHeadModel": "gpt2",

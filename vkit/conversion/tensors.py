@@ -18,9 +18,11 @@ from vkit.loaders import Checkpoint
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 _HEAD_NORM = re.compile(r"(.+_layernorm)\.norms\.(\d+)\.weight")
-_LEFT_OUT = re.compile(
-    r"(?:model\.)?(?:visual|vision_tower|vision_model|vision_adapter|vision_projection|audio_tower|embed_vision|embed_audio|multi_modal_projector)\..*|mtp\..*"
+_TOWERS = (
+    *("visual", "vision_tower", "vision_model", "vision_adapter", "vision_projection", "vision_embedder"),
+    *("audio_tower", "embed_vision", "embed_audio", "multi_modal_projector"),
 )
+_LEFT_OUT = re.compile(rf"(?:model\.)?(?:{'|'.join(_TOWERS)})\..*|mtp\..*")
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq|.*\.masked_bias|.*\.attn\.bias")
 
 
@@ -73,7 +75,7 @@ def _plain_name(name: str, architecture: str) -> str:
         return f"model.{name}"
     if architecture == "GPT2LMHeadModel" and not name.startswith(("transformer.", "lm_head.")):
         return f"transformer.{name}"
-    return name.replace("model.language_model.", "model.", 1)
+    return name if architecture.startswith("Gemma4") else name.replace("model.language_model.", "model.", 1)
 
 
 def _is_draft(name: str, config: dict[str, Any]) -> bool:
@@ -99,6 +101,8 @@ def _stack(checkpoint: Checkpoint, name: str, members: dict[int, str]) -> Source
 def _unpacked(checkpoint: Checkpoint, name: str, plain: str, config: dict[str, Any]) -> list[SourceTensor]:
     """The tensor itself, or the parts it holds."""
     info = checkpoint.tensor_info(name)
+    if plain.endswith(".experts.gate_up_proj") and checkpoint.architecture.startswith("Gemma4"):
+        return [SourceTensor(f"{plain}.weight", info.shape, lambda: dense(checkpoint, name))]
     if plain.endswith(".experts.gate_up_proj"):
         base = plain.removesuffix("gate_up_proj")
         half = info.shape[1] // 2

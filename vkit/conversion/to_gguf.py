@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vkit.conversion.gguf_file import gguf_header
 from vkit.conversion.metadata import ARCHITECTURE_OF, Described, describe
+from vkit.conversion.metadata_mixed import block_letters
 from vkit.conversion.tensors import SourceTensor, source_tensors
 from vkit.conversion.tokenizer_to_gguf import tokenizer_metadata
 from vkit.conversion.types import FILE_TYPES, tensor_type
@@ -20,6 +21,8 @@ from vkit.loaders.gguf_architectures import ARCHITECTURES, GGUFArchitecture
 from vkit.models.hf_config import HFConfig
 
 QUANTIZATION_VERSION = 2
+WITH_SPLIT_LATENT = frozenset({"deepseek2", "kimi-linear"})
+"""Architectures whose files keep the matrices to keys and to values apart."""
 
 
 def gguf_file(checkpoint: Checkpoint, wanted: str) -> tuple[DataFile, list[str]]:
@@ -30,6 +33,8 @@ def gguf_file(checkpoint: Checkpoint, wanted: str) -> tuple[DataFile, list[str]]
         ModelLoadError: the configuration says something the format has no key for.
     """
     name = ARCHITECTURE_OF.get(checkpoint.architecture)
+    if name == "nemotron_h" and "n_routed_experts" in checkpoint.config and "E" in block_letters(checkpoint.config):
+        name = "nemotron_h_moe"
     if name is None:
         raise ConversionError(
             f"{checkpoint.architecture or 'a model without an architecture name'} cannot be written as GGUF",
@@ -82,16 +87,45 @@ def _planned(
     is_tied = not any(name in found for name in ("lm_head.weight", "output.weight", "head.weight"))
     planned: list[OutputTensor] = []
     for source in found.values():
+        if arch in WITH_SPLIT_LATENT and source.name.endswith(".kv_b_proj.weight"):
+            planned += _latent_halves(source, architecture, config, wanted)
+            continue
         named = architecture.names.gguf_name(source.name)
         if named is None:
             raise ConversionError(f"tensor {source.name!r} has no name in a GGUF file of architecture {arch!r}")
         name, base = named
         load = _forward(source, architecture, base, config)
         transform = architecture.transforms.get(base)
-        shape = source.shape if transform is None else transform.forward_shape(source.shape)
+        shape = source.shape if transform is None else transform.forward_shape(source.shape, config)
         kind = tensor_type(wanted, base, name, shape, num_layers, is_tied=is_tied) if source.is_float else "I32"
         planned.append(OutputTensor(name, shape, kind, load))
     return sorted(planned, key=lambda tensor: _place(tensor.name))
+
+
+def _latent_halves(
+    source: SourceTensor, architecture: GGUFArchitecture, config: Mapping[str, Any], wanted: str
+) -> list[OutputTensor]:
+    """Each head's matrices to keys, transposed as absorption wants them, and to values, as newer files have them."""
+    heads, key_dim, rank = config["num_attention_heads"], config["qk_nope_head_dim"], source.shape[1]
+    value_dim = source.shape[0] // heads - key_dim
+    named = architecture.names.gguf_name(source.name)
+    assert named is not None, "architectures that split it have a name for it"
+    layer = named[0].removesuffix("attn_kv_b.weight")
+
+    def stacked() -> Tensor:
+        return source.load().unflatten(0, (heads, -1))
+
+    shapes = {"attn_k_b": (heads, rank, key_dim), "attn_v_b": (heads, value_dim, rank)}
+    loads = {
+        "attn_k_b": lambda: stacked()[:, :key_dim].transpose(1, 2),
+        "attn_v_b": lambda: stacked()[:, key_dim:],
+    }
+    return [
+        OutputTensor(
+            f"{layer}{base}.weight", shape, tensor_type(wanted, base, layer, shape, 0, is_tied=False), loads[base]
+        )
+        for base, shape in shapes.items()
+    ]
 
 
 def _place(name: str) -> tuple[int, int, str]:

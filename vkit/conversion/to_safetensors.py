@@ -133,6 +133,8 @@ def _outputs(checkpoint: Checkpoint, name: str, wanted: str | None) -> list[Outp
     load = _ordered(checkpoint, name)
     if checkpoint.format != "gguf" or len(info.shape) != 3 or ".experts." not in name:
         return [OutputTensor(name, info.shape, kind, load)]
+    if _is_stacked_when_published(checkpoint, name):
+        return [OutputTensor(name.removesuffix(".weight"), info.shape, kind, load)]
     before, _, after = name.partition(".experts.")
 
     def expert(number: int) -> Callable[[], Tensor]:
@@ -146,6 +148,11 @@ def _outputs(checkpoint: Checkpoint, name: str, wanted: str | None) -> list[Outp
         OutputTensor(f"{before}.experts.{number}.{after}", info.shape[1:], kind, expert(number))
         for number in range(info.shape[0])
     ]
+
+
+def _is_stacked_when_published(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether checkpoints of the family keep this stack whole, under a name without `.weight`."""
+    return checkpoint.architecture.startswith("Gemma4") or name.endswith(".gate_up_proj.weight")
 
 
 def _ordered(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:

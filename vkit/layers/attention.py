@@ -17,6 +17,7 @@ from vkit.layers.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
     from vkit.batch import Batch
+    from vkit.kernels import PagedBatch
 
 
 class CacheOwner(Module):
@@ -112,6 +113,10 @@ class Attention(CacheOwner):
         if self.v_scale != 1.0:
             v = kernels.scale(v, 1.0 / self.v_scale)
         kernels.write_kv(k, v, k_cache, v_cache, paged.slot_mapping)
+        return self.look_up(q, k_cache, v_cache, batch, paged)
+
+    def look_up(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, paged: PagedBatch) -> Tensor:
+        """Queries (T, heads, D) against what the cache holds -> (T, heads, D)."""
         scale = self._scale * self.k_scale
         out = kernels.paged_attention(q, k_cache, v_cache, paged, scale, self.window, self._soft_cap)
         return out if self.v_scale == 1.0 else kernels.scale(out, self.v_scale)

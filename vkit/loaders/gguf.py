@@ -19,7 +19,7 @@ from vkit.loaders.gguf_header import GGUFHeader, TensorEntry, read_header
 from vkit.loaders.names import TensorName
 from vkit.loaders.storage import Storage, open_storage
 from vkit.loaders.tensors import TensorFiles
-from vkit.loaders.transforms import Part, Transform
+from vkit.loaders.transforms import Part, Transform, latent_matrices
 from vkit.quantization import BlockWeight, QuantizedTensor
 
 PLAIN_DTYPES = {
@@ -54,6 +54,8 @@ class _Source:
     transform: Transform | None = None
     part: Part | None = None
     scale: _Placed | None = None
+    values: _Placed | None = None
+    """The other half of a latent attention's matrices, where a file keeps them apart."""
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -96,6 +98,8 @@ class GGUFCheckpoint(Checkpoint):
         """Shape, type and size of a tensor."""
         source = self._source(name)
         entry = source.placed.entry
+        if source.values is not None:
+            return self._latent_info(name, entry, source.values.entry)
         shape, num_bytes = entry.shape, entry.num_bytes
         qtype = entry.block.name if _stays_packed(entry) else None
         dtype = PLAIN_DTYPES.get(entry.block.name, torch.float32) if qtype is None else None
@@ -112,6 +116,8 @@ class GGUFCheckpoint(Checkpoint):
         """The tensor in Hugging Face layout; a view of the file wherever no value or row had to move."""
         source = self._source(name)
         weight = _read(source.placed)
+        if source.values is not None:
+            return latent_matrices(weight, _read(source.values), self.config["kv_lora_rank"])
         if source.scale is not None and isinstance(weight, QuantizedTensor):
             weight = replace(weight, scale=_scale(source.scale, weight))
         if source.part is not None:
@@ -131,6 +137,12 @@ class GGUFCheckpoint(Checkpoint):
         """End loading. Tensors already loaded stay valid."""
         for storage in self._storages:
             storage.close()
+
+    def _latent_info(self, name: str, keys: TensorEntry, values: TensorEntry) -> TensorInfo:
+        num_heads, value_dim, rank = values.shape
+        key_dim = keys.shape[2] if keys.shape[1] == rank else keys.shape[1]
+        num_bytes = keys.num_bytes + values.num_bytes
+        return TensorInfo(name, (num_heads * (key_dim + value_dim), rank), torch.float32, None, num_bytes)
 
     def _source(self, name: str) -> _Source:
         source = self._sources.get(name)
@@ -152,7 +164,10 @@ class GGUFCheckpoint(Checkpoint):
         inner = CONSUMED_BY_CONFIG | {f"{base}.{kind}" for base in scales for kind in ("scale", "input_scale")}
         sources: dict[str, _Source] = {}
         for gguf_name, placed in self._placed.items():
-            if gguf_name in inner:
+            if gguf_name in inner or architecture.is_synthetic(gguf_name):
+                continue
+            if gguf_name.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
+                sources |= self._latent_sources(architecture, gguf_name, placed)
                 continue
             scale = scales.get(gguf_name.removesuffix(".weight"))
             for hf_name, source in self._named(architecture, gguf_name, placed, scale):
@@ -161,6 +176,16 @@ class GGUFCheckpoint(Checkpoint):
                     raise CheckpointError(f"{self.path}: tensors {other!r} and {gguf_name!r} are both {hf_name!r}")
                 sources[hf_name] = source
         return sources
+
+    def _latent_sources(self, architecture: GGUFArchitecture, gguf_name: str, placed: _Placed) -> dict[str, _Source]:
+        """The matrices from latent vectors to keys and values as one tensor, for the keys' half of them."""
+        is_keys = gguf_name.endswith(".attn_k_b.weight")
+        layer = gguf_name.rpartition(".attn_")[0]
+        other = self._placed.get(f"{layer}.attn_{'v' if is_keys else 'k'}_b.weight")
+        named = architecture.names.find(f"{layer}.attn_kv_b.weight")
+        if other is None or named is None or len(placed.entry.shape) != 3:
+            raise CheckpointError(f"{self.path}: tensor {gguf_name!r} has no partner, or is no stack of matrices")
+        return {named.hf_name: _Source(placed, values=other)} if is_keys else {}
 
     def _scales(self, architecture: GGUFArchitecture) -> dict[str, _Placed | None]:
         """For each packed weight, by its name without `.weight`: the tensor of scales beside it, if there is one.
@@ -211,7 +236,7 @@ def _architecture(path: Path, header: GGUFHeader) -> tuple[str, GGUFArchitecture
     if name == "clip":
         raise ModelLoadError(
             f"{path}: this is a vision projector (GGUF architecture 'clip'), not a language model",
-            remedy="pass the language model's file",
+            remedy="pass the language model's file, and this one with --mmproj",
         )
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
@@ -337,10 +362,10 @@ class GGUFTensors(TensorFiles):
 
     format: Literal["safetensors", "gguf"] = "gguf"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, use_mmap: bool = True) -> None:
         self.path = path
         self.is_sharded = False
-        self._storages, header, self._placed = _open_parts(path, use_mmap=True)
+        self._storages, header, self._placed = _open_parts(path, use_mmap=use_mmap)
         self.metadata: Mapping[str, Any] = header.metadata
         self._shapes = {name: self._true_shape(name) for name in self._placed}
 
@@ -367,6 +392,16 @@ class GGUFTensors(TensorFiles):
         if tuple(weight.shape) == wanted:
             return weight
         return (weight.dequantize() if isinstance(weight, QuantizedTensor) else weight).reshape(wanted)
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """What the header says about each tensor."""
+        return {name: placed.entry for name, placed in self._placed.items()}
+
+    def release_pages(self) -> None:
+        """Drop all tensors' pages."""
+        for storage in self._storages:
+            storage.release_pages()
 
     def release(self, name: str) -> None:
         """Drop the tensor's pages."""

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from vkit.loaders import gguf_config, names
+from vkit.loaders import gguf_config, gguf_config_mixed, names
 from vkit.loaders.gguf_config import Config, MetadataReader
 from vkit.loaders.names import NameMap
 from vkit.loaders.transforms import (
+    CONVOLUTION,
     DEPTHWISE,
+    FLAT,
+    FLAT_LOGARITHM,
+    GROUPS,
+    KIMI_LOGARITHM,
     LOGARITHM,
     MINUS_ONE,
+    ONE_ROW,
     TRANSPOSED,
     Split,
     Transform,
@@ -32,6 +38,12 @@ class GGUFArchitecture:
     names: NameMap
     transforms: Mapping[str, Transform] = field(default_factory=dict)
     splits: Mapping[str, Split] = field(default_factory=dict)
+    constants: frozenset[str] = frozenset()
+    """Base names of tensors that only spell out a number of the configuration."""
+
+    def is_synthetic(self, gguf_name: str) -> bool:
+        """Whether a tensor is one of `constants`."""
+        return bool(self.constants) and gguf_name.split(".", 2)[-1].removesuffix(".weight") in self.constants
 
 
 _HALF_SPLIT = {
@@ -50,7 +62,32 @@ _NORMS = (
 _ZERO_CENTRED = dict.fromkeys(_NORMS, MINUS_ONE)
 _CONV1D = dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), TRANSPOSED)
 
+_MAMBA = {"ssm_a": FLAT_LOGARITHM, "ssm_d": FLAT, "ssm_norm": GROUPS, "ssm_conv1d": CONVOLUTION}
+
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
+    "deepseek2": GGUFArchitecture(gguf_config_mixed.deepseek2, names.DEEPSEEK2),
+    "deepseek4": GGUFArchitecture(gguf_config_mixed.deepseek4, names.DEEPSEEK4),
+    "gemma4": GGUFArchitecture(gguf_config_mixed.gemma4, names.GEMMA4),
+    "kimi-linear": GGUFArchitecture(
+        gguf_config_mixed.kimi_linear,
+        names.KIMI_LINEAR,
+        {"ssm_a": KIMI_LOGARITHM} | dict.fromkeys(("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"), CONVOLUTION),
+    ),
+    "laguna": GGUFArchitecture(gguf_config_mixed.laguna, names.LAGUNA),
+    "minicpm3": GGUFArchitecture(gguf_config_mixed.minicpm3, names.MINICPM3),
+    "muse-glimmer": GGUFArchitecture(
+        gguf_config_mixed.muse_glimmer,
+        names.MUSE_GLIMMER,
+        _HALF_SPLIT | dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), MINUS_ONE),
+        constants=frozenset({"attn_q_norm", "attn_k_norm"}),
+    ),
+    "nemotron_h": GGUFArchitecture(gguf_config_mixed.nemotron_h, names.NEMOTRON_H, _MAMBA),
+    "nemotron_h_moe": GGUFArchitecture(gguf_config_mixed.nemotron_h, names.NEMOTRON_H, _MAMBA),
+    "qwen35moe": GGUFArchitecture(
+        gguf_config_mixed.qwen35moe,
+        names.QWEN35MOE,
+        _ZERO_CENTRED | {"ssm_a": LOGARITHM, "ssm_conv1d": DEPTHWISE, "ffn_gate_inp_shexp": ONE_ROW},
+    ),
     "command-r": GGUFArchitecture(gguf_config.command_r, names.COHERE),
     "cohere2": GGUFArchitecture(gguf_config.cohere2, names.COHERE),
     "gemma": GGUFArchitecture(gguf_config.gemma, names.GEMMA, _ZERO_CENTRED),
@@ -73,6 +110,8 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         gguf_config.qwen35, names.QWEN35, _ZERO_CENTRED | {"ssm_a": LOGARITHM, "ssm_conv1d": DEPTHWISE}
     ),
     "qwen3moe": GGUFArchitecture(gguf_config.qwen3moe, names.QWEN3_MOE),
+    # Positions in three axes only matter beside a tower, which lies in a file of its own (mmproj.py).
+    "qwen3vl": GGUFArchitecture(gguf_config.qwen3, names.QWEN3),
     "stablelm": GGUFArchitecture(
         gguf_config.stablelm, names.STABLELM, splits={"attn_q_norm": split_heads, "attn_k_norm": split_heads}
     ),

@@ -99,6 +99,37 @@ class MetadataReader:
         value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         return value if type(value) is int else None
 
+    def integers(self, name: str, *, length: int | None = None) -> list[int]:
+        """Integers of which there is one for each layer, or one for all; at least `length` of them, if given."""
+        value = self._get(name)
+        if value is None:
+            return self._required(name)
+        values = value.tolist() if isinstance(value, np.ndarray) else [value]
+        if not values or not all(type(item) is int and item >= 0 for item in values):
+            self.refuse_key(name, value, "integers")
+        if length is None:
+            return values
+        values = values * length if len(values) == 1 else values
+        if len(values) < length:
+            self.refuse(f"metadata key '{self.architecture}.{name}' has {len(values)} numbers, expected {length}")
+        return values[:length]
+
+    def numbers(self, name: str) -> list[float]:
+        """Numbers of which there is one for each layer, or one for all."""
+        value = self._get(name)
+        if isinstance(value, np.ndarray) and value.size and np.isfinite(value).all():
+            return [float(str(item)) for item in value.astype(np.float32)]
+        return [self.number(name)]
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false, or the default if the key is absent."""
+        value = self._get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.refuse_key(name, value, "true or false")
+        return value
+
     def period_or_flags(self, name: str) -> int | list[bool] | None:
         """A period or one flag per layer, or None if the key is absent."""
         value = self._get(name)
@@ -143,7 +174,8 @@ class MetadataReader:
 # Parts that architectures share.
 
 
-def _common(reader: MetadataReader, hf_class: str, model_type: str) -> Config:
+def common(reader: MetadataReader, hf_class: str, model_type: str) -> Config:
+    """Sizes, token ids and names that every architecture has."""
     embedding = reader.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         reader.refuse("tensor 'token_embd.weight' is missing or not a matrix")
@@ -191,7 +223,8 @@ def _num_layers(reader: MetadataReader) -> int:
     return num_layers
 
 
-def _attention(reader: MetadataReader, config: Config) -> Config:
+def attention(reader: MetadataReader, config: Config) -> Config:
+    """Heads of ordinary attention, the same in every layer."""
     num_heads = reader.integer("attention.head_count")
     num_kv_heads = reader.optional_integer("attention.head_count_kv", minimum=1) or num_heads
     if num_heads % num_kv_heads:
@@ -207,11 +240,12 @@ def _attention(reader: MetadataReader, config: Config) -> Config:
     return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
 
 
-def _rms_norm(reader: MetadataReader) -> Config:
+def rms_norm(reader: MetadataReader) -> Config:
+    """The epsilon of an RMSNorm."""
     return {"rms_norm_eps": reader.number("attention.layer_norm_rms_epsilon")}
 
 
-def _rope(reader: MetadataReader, head_dim: int) -> Config:
+def rope(reader: MetadataReader, head_dim: int) -> Config:
     """Rope over a part of the head, as `rope.dimension_count` says."""
     rotary_dim = reader.optional_integer("rope.dimension_count", minimum=2) or head_dim
     if rotary_dim > head_dim or rotary_dim % 2:
@@ -219,7 +253,7 @@ def _rope(reader: MetadataReader, head_dim: int) -> Config:
     theta = reader.optional_number("rope.freq_base")
     config: Config = {
         "rope_theta": DEFAULT_ROPE_THETA if theta is None else theta,
-        "rope_scaling": _rope_scaling(reader, rotary_dim),
+        "rope_scaling": rope_scaling(reader, rotary_dim),
     }
     if config["rope_theta"] <= 0:
         reader.refuse_key("rope.freq_base", theta, "a positive number")
@@ -230,13 +264,14 @@ def _rope(reader: MetadataReader, head_dim: int) -> Config:
 
 def _full_rope(reader: MetadataReader, head_dim: int) -> Config:
     """Rope over the whole head, for architectures that know nothing else."""
-    config = _rope(reader, head_dim)
+    config = rope(reader, head_dim)
     if "partial_rotary_factor" in config:
         reader.unsupported(f"a rotary width other than the head size {head_dim}")
     return config
 
 
-def _rope_scaling(reader: MetadataReader, rotary_dim: int) -> Config | None:
+def rope_scaling(reader: MetadataReader, rotary_dim: int) -> Config | None:
+    """The scaling that keys or tensors of divisors say, in Hugging Face keys; None for none."""
     kind = reader.optional_text("rope.scaling.type")
     divisors = reader.optional_vector("rope_freqs.weight")
     long_factor = reader.optional_vector("rope_factors_long.weight")
@@ -332,8 +367,8 @@ def _sliding(reader: MetadataReader, num_layers: int, default_period: int, defau
 
 def _llama_like(reader: MetadataReader, hf_class: str, model_type: str) -> Config:
     """Pre-norm, RMSNorm, full rope, gated SiLU MLP: what most architectures add little to."""
-    config = _common(reader, hf_class, model_type)
-    config |= _attention(reader, config) | _rms_norm(reader)
+    config = common(reader, hf_class, model_type)
+    config |= attention(reader, config) | rms_norm(reader)
     config |= _full_rope(reader, config["head_dim"])
     return config | {"intermediate_size": reader.integer("feed_forward_length"), "hidden_act": "silu"}
 
@@ -392,17 +427,17 @@ def qwen3(reader: MetadataReader) -> Config:
     }
 
 
-def qwen35(reader: MetadataReader) -> Config:
-    """Qwen 3.5 dense. The file's value heads are in tiled order, which the model takes as it is."""
-    config = _common(reader, "Qwen3_5ForCausalLM", "qwen3_5_text")
-    config |= _attention(reader, config) | _rms_norm(reader)
-    config |= _rope(reader, config["head_dim"])
+def qwen35(reader: MetadataReader, *, hf_class: str = "Qwen3_5ForCausalLM", model_type: str = "qwen3_5_text") -> Config:
+    """Qwen 3.5. The file's value heads are in tiled order, which the model takes as it is."""
+    config = common(reader, hf_class, model_type)
+    config |= attention(reader, config) | rms_norm(reader)
+    config |= rope(reader, config["head_dim"])
     num_value_heads = reader.integer("ssm.time_step_rank")
     value_dim, rest = divmod(reader.integer("ssm.inner_size"), num_value_heads)
     if rest:
         reader.refuse_key("ssm.inner_size", reader.integer("ssm.inner_size"), f"a multiple of {num_value_heads} heads")
     return config | {
-        "intermediate_size": reader.integer("feed_forward_length"),
+        "intermediate_size": reader.optional_integer("feed_forward_length"),
         "hidden_act": "silu",
         "attention_bias": False,
         "full_attention_interval": reader.optional_integer("full_attention_interval", minimum=1) or 4,
@@ -486,7 +521,7 @@ def _query_pre_attn_scalar(reader: MetadataReader, config: Config) -> float:
 
 def gpt2(reader: MetadataReader) -> Config:
     """GPT-2, under its own key names."""
-    config = _common(reader, "GPT2LMHeadModel", "gpt2")
+    config = common(reader, "GPT2LMHeadModel", "gpt2")
     return config | {
         "n_embd": config["hidden_size"],
         "n_layer": config["num_hidden_layers"],
@@ -500,9 +535,9 @@ def gpt2(reader: MetadataReader) -> Config:
 
 def phi2(reader: MetadataReader) -> Config:
     """Phi 1.5 and 2."""
-    config = _common(reader, "PhiForCausalLM", "phi")
-    config |= _attention(reader, config)
-    config |= _rope(reader, config["head_dim"])
+    config = common(reader, "PhiForCausalLM", "phi")
+    config |= attention(reader, config)
+    config |= rope(reader, config["head_dim"])
     return config | {
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
         "intermediate_size": reader.integer("feed_forward_length"),
@@ -514,9 +549,9 @@ def phi2(reader: MetadataReader) -> Config:
 
 def phi3(reader: MetadataReader) -> Config:
     """Phi 3, 3.5 and 4 mini: fused projections, longrope in the long variants."""
-    config = _common(reader, "Phi3ForCausalLM", "phi3")
-    config |= _attention(reader, config) | _rms_norm(reader)
-    config |= _rope(reader, config["head_dim"])
+    config = common(reader, "Phi3ForCausalLM", "phi3")
+    config |= attention(reader, config) | rms_norm(reader)
+    config |= rope(reader, config["head_dim"])
     original = reader.optional_integer("rope.scaling.original_context_length", minimum=1)
     return config | {
         "original_max_position_embeddings": original or config["max_position_embeddings"],
@@ -528,9 +563,9 @@ def phi3(reader: MetadataReader) -> Config:
 
 def stablelm(reader: MetadataReader) -> Config:
     """StableLM: LayerNorm, partial rope; the variants show in which tensors the file holds."""
-    config = _common(reader, "StableLmForCausalLM", "stablelm")
-    config |= _attention(reader, config)
-    config |= _rope(reader, config["head_dim"])
+    config = common(reader, "StableLmForCausalLM", "stablelm")
+    config |= attention(reader, config)
+    config |= rope(reader, config["head_dim"])
     return config | {
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
         "intermediate_size": reader.integer("feed_forward_length"),
@@ -582,9 +617,9 @@ def olmo2(reader: MetadataReader) -> Config:
 
 def glm4(reader: MetadataReader) -> Config:
     """GLM 4 dense."""
-    config = _common(reader, "Glm4ForCausalLM", "glm4")
-    config |= _attention(reader, config) | _rms_norm(reader)
-    config |= _rope(reader, config["head_dim"])
+    config = common(reader, "Glm4ForCausalLM", "glm4")
+    config |= attention(reader, config) | rms_norm(reader)
+    config |= rope(reader, config["head_dim"])
     return config | {
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
         "intermediate_size": reader.integer("feed_forward_length"),
@@ -606,8 +641,8 @@ def cohere2(reader: MetadataReader) -> Config:
 
 
 def _cohere(reader: MetadataReader, hf_class: str, model_type: str) -> Config:
-    config = _common(reader, hf_class, model_type)
-    config |= _attention(reader, config)
+    config = common(reader, hf_class, model_type)
+    config |= attention(reader, config)
     config |= _full_rope(reader, config["head_dim"])
     return config | {
         "intermediate_size": reader.integer("feed_forward_length"),

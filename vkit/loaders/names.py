@@ -35,7 +35,8 @@ class TensorName:
 class NameMap:
     """Names of one family. `per_expert` maps files that keep one tensor per expert; `{e}` is the expert's number.
 
-    `exact` maps the names of a layer that end otherwise than in `.weight` or `.bias`, in the file or in the checkpoint.
+    `exact` maps whole names, of a layer or outside all, that end otherwise than in `.weight` or `.bias` in the file or
+    in the checkpoint.
     """
 
     top: Mapping[str, str]
@@ -49,6 +50,8 @@ class NameMap:
         whole = _ANY_BLOCK_NAME.fullmatch(gguf_name)
         if whole is not None and whole[2] in self.exact:
             return TensorName(whole[2], self.layer_prefix.format(i=whole[1]) + self.exact[whole[2]], "")
+        if gguf_name in self.exact:
+            return TensorName(gguf_name, self.exact[gguf_name], "")
         block = _BLOCK_NAME.fullmatch(gguf_name)
         if block is None:
             base, _, suffix = gguf_name.rpartition(".")
@@ -70,7 +73,7 @@ class NameMap:
         rest = hf_name if layer is None else layer[2]
         prefix = "" if layer is None else f"blk.{layer[1]}."
         for key, name in self.exact.items():
-            if layer is not None and name == rest:
+            if name == rest:
                 return prefix + key, key
         base, _, suffix = rest.rpartition(".")
         for key, name in (self.top if layer is None else self.layer).items():
@@ -197,5 +200,178 @@ GLM4 = NameMap(
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
         "ffn_down": "mlp.down_proj",
+    },
+)
+
+EXPERT_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+SHARED_EXPERT = {key: name.replace("shared_experts", "shared_expert") for key, name in SHARED_EXPERTS.items()}
+NEXTN = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
+}
+"""Of layers after the model's own, which predict further tokens ahead."""
+LATENT = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_output": "self_attn.o_proj",
+}
+DEEPSEEK2 = NameMap(TOP, LATENT | MLP | PRE_NORMS | QWEN_EXPERTS | SHARED_EXPERTS | NEXTN, exact=EXPERT_BIAS)
+MINICPM3 = NameMap(TOP, LATENT | MLP | PRE_NORMS)
+QWEN35MOE = NameMap(
+    TOP,
+    QWEN35.layer
+    | QWEN_EXPERTS
+    | SHARED_EXPERT
+    | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_up_exps": "mlp.experts.gate_up_proj"},
+    exact=QWEN35.exact,
+)
+KIMI_LINEAR = NameMap(
+    TOP,
+    LATENT
+    | MLP
+    | PRE_NORMS
+    | MIXTRAL_EXPERTS
+    | {key: name.replace("mlp.", "block_sparse_moe.") for key, name in SHARED_EXPERTS.items()}
+    | {
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "ssm_conv1d_q": "self_attn.q_conv1d",
+        "ssm_conv1d_k": "self_attn.k_conv1d",
+        "ssm_conv1d_v": "self_attn.v_conv1d",
+        "ssm_f_a": "self_attn.f_a_proj",
+        "ssm_f_b": "self_attn.f_b_proj",
+        "ssm_g_a": "self_attn.g_a_proj",
+        "ssm_g_b": "self_attn.g_b_proj",
+        "ssm_beta": "self_attn.b_proj",
+        "ssm_norm": "self_attn.o_norm",
+    },
+    exact={
+        "ssm_a": "self_attn.A_log",
+        "ssm_dt.bias": "self_attn.dt_bias",
+        "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+    },
+)
+NEMOTRON_H = NameMap(
+    {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+    {
+        "attn_norm": "norm",
+        "attn_q": "mixer.q_proj",
+        "attn_k": "mixer.k_proj",
+        "attn_v": "mixer.v_proj",
+        "attn_output": "mixer.o_proj",
+        "ssm_in": "mixer.in_proj",
+        "ssm_conv1d": "mixer.conv1d",
+        "ssm_norm": "mixer.norm",
+        "ssm_out": "mixer.out_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "ffn_up_exps": "mixer.experts.up_proj",
+        "ffn_down_exps": "mixer.experts.down_proj",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
+    },
+    layer_prefix="backbone.layers.{i}.",
+    exact={
+        "ssm_a": "mixer.A_log",
+        "ssm_d": "mixer.D",
+        "ssm_dt.bias": "mixer.dt_bias",
+        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    },
+)
+LAGUNA = NameMap(
+    TOP,
+    ATTENTION | QK_NORM | MLP | PRE_NORMS | QWEN_EXPERTS | SHARED_EXPERT | {"attn_gate": "self_attn.g_proj"},
+    exact={"exp_probs_b.bias": "mlp.experts.e_score_correction_bias"},
+)
+MUSE_GLIMMER = NameMap(TOP, ATTENTION | MLP | FOUR_NORMS | {"attn_gate": "self_attn.gate_proj"})
+GEMMA4 = NameMap(
+    {
+        "token_embd": "model.language_model.embed_tokens",
+        "output_norm": "model.language_model.norm",
+        "output": "lm_head",
+        "per_layer_token_embd": "model.language_model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.language_model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.language_model.per_layer_projection_norm",
+    },
+    ATTENTION
+    | QK_NORM
+    | MLP
+    | FOUR_NORMS
+    | {
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_up_exps": "experts.gate_up_proj",
+        "ffn_down_exps": "experts.down_proj",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    },
+    layer_prefix="model.language_model.layers.{i}.",
+    exact={
+        "layer_output_scale.weight": "layer_scalar",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    },
+)
+DEEPSEEK4 = NameMap(
+    {"token_embd": "embed", "output_norm": "norm", "output": "head"},
+    {
+        "attn_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "attn_q_a": "attn.wq_a",
+        "attn_q_a_norm": "attn.q_norm",
+        "attn_q_b": "attn.wq_b",
+        "attn_kv": "attn.wkv",
+        "attn_kv_a_norm": "attn.kv_norm",
+        "attn_output_a": "attn.wo_a",
+        "attn_output_b": "attn.wo_b",
+        "attn_compressor_kv": "attn.compressor.wkv",
+        "attn_compressor_gate": "attn.compressor.wgate",
+        "attn_compressor_norm": "attn.compressor.norm",
+        "indexer.proj": "attn.indexer.weights_proj",
+        "indexer.attn_q_b": "attn.indexer.wq_b",
+        "indexer_compressor_kv": "attn.indexer.compressor.wkv",
+        "indexer_compressor_gate": "attn.indexer.compressor.wgate",
+        "indexer_compressor_norm": "attn.indexer.compressor.norm",
+        "ffn_gate_inp": "ffn.gate",
+        "ffn_gate_exps": "ffn.experts.w1",
+        "ffn_up_exps": "ffn.experts.w3",
+        "ffn_down_exps": "ffn.experts.w2",
+        "ffn_gate_shexp": "ffn.shared_experts.w1",
+        "ffn_up_shexp": "ffn.shared_experts.w3",
+        "ffn_down_shexp": "ffn.shared_experts.w2",
+    },
+    layer_prefix="layers.{i}.",
+    exact={
+        "exp_probs_b.bias": "ffn.gate.bias",
+        "ffn_gate_tid2eid.weight": "ffn.gate.tid2eid",
+        "attn_sinks.weight": "attn.attn_sink",
+        "attn_compressor_ape.weight": "attn.compressor.ape",
+        "indexer_compressor_ape.weight": "attn.indexer.compressor.ape",
+        **{
+            f"hc_{part}_{kind}.weight": f"hc_{part}_{kind}"
+            for part in ("attn", "ffn")
+            for kind in ("fn", "base", "scale")
+        },
+        **{f"output_hc_{kind}.weight": f"hc_head_{kind}" for kind in ("fn", "base", "scale")},
     },
 )

@@ -6,6 +6,7 @@ Source: GGUF specification, conversion of rope order; Llama and Gemma checkpoint
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ class Transform:
     apply: Callable[[BlockWeight, Config], BlockWeight]
     forward: Callable[[torch.Tensor, Config], torch.Tensor]
     shape: Callable[[Shape, Config], Shape] = lambda shape, config: shape
-    forward_shape: Callable[[Shape], Shape] = lambda shape: shape
+    forward_shape: Callable[[Shape, Config], Shape] = lambda shape, config: shape
     dtype: torch.dtype | None = None
     copies: bool = False
 
@@ -101,7 +102,7 @@ def _reversed_matrix(shape: Shape, config: Config) -> Shape:
     return shape[::-1]
 
 
-def _reversed_shape(shape: Shape) -> Shape:
+def _reversed_shape(shape: Shape, config: Config) -> Shape:
     return shape[::-1]
 
 
@@ -123,7 +124,7 @@ DEPTHWISE = Transform(
     _with_middle,
     lambda weight, config: weight.squeeze(1),
     _matrix_with_middle,
-    lambda shape: (shape[0], shape[2]),
+    lambda shape, config: (shape[0], shape[2]),
     torch.float32,
 )
 """Kernels of a depthwise convolution (C, K) to the checkpoint's (C, 1, K)."""
@@ -132,6 +133,84 @@ TRANSPOSED = Transform(
     _transpose, lambda weight, config: weight.t() if weight.ndim == 2 else weight, _reversed_matrix, _reversed_shape
 )
 """(out, in) to the (in, out) of GPT-2's own checkpoints; a view. A bias stays as it is."""
+
+
+def _flat(weight: BlockWeight, config: Config) -> BlockWeight:
+    return _dense(weight).reshape(-1)
+
+
+def _flat_shape(shape: Shape, config: Config) -> Shape:
+    return (math.prod(shape),)
+
+
+def _column_shape(shape: Shape, config: Config) -> Shape:
+    return math.prod(shape), 1
+
+
+FLAT = Transform(_flat, lambda weight, config: weight.reshape(-1, 1), _flat_shape, _column_shape, torch.float32)
+"""A column in the file, a vector in the checkpoint."""
+
+GROUPS = Transform(
+    _flat,
+    lambda weight, config: weight.reshape(config["n_groups"], -1),
+    _flat_shape,
+    lambda shape, config: (config["n_groups"], math.prod(shape) // config["n_groups"]),
+    torch.float32,
+)
+"""A row for each group in the file, a vector in the checkpoint."""
+
+FLAT_LOGARITHM = Transform(
+    lambda weight, config: torch.log(-_dense(weight)).reshape(-1),
+    lambda weight, config: -weight.to(torch.float32).exp().reshape(-1, 1),
+    _flat_shape,
+    _column_shape,
+    torch.float32,
+    copies=True,
+)
+"""LOGARITHM of a column."""
+
+KIMI_LOGARITHM = Transform(
+    lambda weight, config: torch.log(-_dense(weight)).reshape(1, 1, -1, 1),
+    lambda weight, config: -weight.to(torch.float32).exp().reshape(-1, 1),
+    lambda shape, config: (1, 1, math.prod(shape), 1),
+    lambda shape, config: (math.prod(shape), 1),
+    torch.float32,
+    copies=True,
+)
+"""LOGARITHM of a column (heads, 1), which the checkpoint keeps as (1, 1, heads, 1)."""
+
+ONE_ROW = Transform(
+    lambda weight, config: _dense(weight).reshape(1, -1),
+    lambda weight, config: weight.reshape(-1),
+    lambda shape, config: (1, math.prod(shape)),
+    lambda shape, config: (math.prod(shape),),
+    torch.float32,
+)
+"""A vector in the file, a matrix of one row in the checkpoint."""
+
+
+def _channels_first(weight: BlockWeight, config: Config) -> BlockWeight:
+    dense = _dense(weight)
+    return dense if dense.ndim == 1 else dense.reshape(-1, 1, dense.shape[-1])
+
+
+CONVOLUTION = Transform(
+    _channels_first,
+    lambda weight, config: weight.squeeze(1) if weight.ndim == 3 else weight,
+    lambda shape, config: shape if len(shape) == 1 else (math.prod(shape[:-1]), 1, shape[-1]),
+    lambda shape, config: (shape[0], shape[2]) if len(shape) == 3 else shape,
+    torch.float32,
+)
+"""Kernels of a depthwise convolution with any number of ones among their dimensions; a bias stays as it is."""
+
+
+def latent_matrices(keys: BlockWeight, values: BlockWeight, rank: int) -> torch.Tensor:
+    """Rows of each head's keys, then values, (heads · (Dk + Dv), rank), of the two stacks that newer files hold.
+
+    The keys' matrices (heads, rank, Dk) are transposed, as absorption wants them; (heads, Dk, rank) is accepted too.
+    """
+    k, v = _dense(keys), _dense(values)
+    return torch.cat([k.transpose(1, 2) if k.shape[1] == rank else k, v], dim=1).flatten(0, 1)
 
 
 def split_qkv(hf_base: str, shape: Shape, config: Config) -> list[Part]:

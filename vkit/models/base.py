@@ -15,6 +15,7 @@ from vkit.cache.groups import LayerCacheSpec
 from vkit.layers import CacheOwner, LMHead, Module
 from vkit.media import MediaInput, MediaProcessor
 from vkit.models.hf_config import HFConfig
+from vkit.models.media_context import MediaContext
 from vkit.quantization import Weight
 
 
@@ -115,11 +116,6 @@ class CausalLM(Module):
         """How media are prepared for this model; None if it takes text only."""
         return None
 
-    @property
-    def keeps_media_whole(self) -> bool:
-        """Whether the tokens of one item see each other, so that one step has to compute them all."""
-        return False
-
     def encode_media(self, item: MediaInput) -> EncodedMedia:
         """What the tower makes of an item that `media_processor` prepared."""
         raise ValueError(f"{type(self).__name__} has no tower for {item.kind}")
@@ -140,20 +136,6 @@ class EncodedMedia:
     """(n, H): one row per prompt token that stands for the item."""
     features: tuple[Tensor, ...] = ()
     """(n, H) each: added to the stream after the first blocks, one per block."""
-
-
-@dataclass(frozen=True, slots=True)
-class MediaContext:
-    """What a model's way with media depends on beside its configuration."""
-
-    image_config: Mapping[str, Any]
-    """preprocessor_config.json, empty where there is none."""
-    video_config: Mapping[str, Any]
-    """video_preprocessor_config.json, or the one for images."""
-    token_text: Callable[[int], str]
-    """The text of a special token."""
-    encode: Callable[[str], list[int]]
-    """Token ids of plain text, nothing added."""
 
 
 ModelClass = Callable[[HFConfig, ModelConfig], CausalLM]

@@ -22,10 +22,13 @@ from vkit.server.problems import Problem, error_body, problem_from
 from vkit.server.routes import Route
 from vkit.server.settings import ModelKind
 from vkit.server.state import ServerState
+from vkit.server.video.routes import video_routes
 
 logger = logging.getLogger("vkit.server")
 
 CLIENT_CLOSED_REQUEST = 499
+TAGS_WITHOUT_TEXT = frozenset({"health", "models", "management", "videos"})
+"""Routes of a server without a text model."""
 
 
 def all_routes(state: ServerState) -> list[Route]:
@@ -36,6 +39,10 @@ def all_routes(state: ServerState) -> list[Route]:
         *lowlevel_routes(state.settings),
         *nim_routes(state.settings),
     ]
+    if state.settings.video is not None:
+        routes += video_routes()
+    if state.settings.model_kind is ModelKind.VIDEO:
+        routes = [row for row in routes if row.tag in TAGS_WITHOUT_TEXT or row.path == "/server_info"]
     return [*routes, *document_routes(state.settings, routes)]
 
 

@@ -141,6 +141,7 @@ class Engine(Protocol):
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; closing the iterator early aborts the request.

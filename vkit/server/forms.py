@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from multipart import MultipartError, PushMultipartParser, parse_options_header  # comes with litestar
+from multipart import MultipartError, MultipartSegment, PushMultipartParser, parse_options_header  # comes with litestar
 
 from vkit.server.problems import bad_request, clip
 
@@ -80,13 +80,14 @@ def decode_form(content_type: str | None, raw: bytes) -> Form:
     form = Form()
     try:
         with PushMultipartParser(boundary, content_length=len(raw), max_segment_count=MAX_PARTS) as parser:
-            segment, parts = None, bytearray()
+            segment: MultipartSegment | None = None
+            parts = bytearray()
             for item in parser.parse(raw):
-                if item is None:
+                if segment is None:
+                    segment = item
+                elif item is None:
                     _add(form, segment.name or "", segment.filename, parts)
                     segment, parts = None, bytearray()
-                elif segment is None:
-                    segment = item
                 else:
                     parts += item
                     if segment.filename is None and len(parts) > MAX_FIELD_BYTES:

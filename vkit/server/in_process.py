@@ -36,12 +36,14 @@ class InProcessChat:
         served_model_names: Sequence[str],
         max_logprobs: int,
         scheduling_policy: str,
+        enable_lora: bool = False,
     ) -> None:
         settings = ServerSettings(
             served_model_names=tuple(served_model_names),
             model_argument=served_model_names[0],
             max_logprobs=max_logprobs,
             scheduling_policy=scheduling_policy,
+            enable_lora=enable_lora,
         )
         self._state = ServerState(settings, max_model_len=engine.max_model_len)
         self._state.parsers = parsers

@@ -37,6 +37,8 @@ class EnginePrompt:
     params: SamplingParams
     placed: PlacedPrompt | None = None
     """The same tokens with their media, if there are any."""
+    lora: str | None = None
+    """The adapter to run with."""
 
 
 @dataclass(slots=True)
@@ -180,12 +182,14 @@ class Run:
 
     async def _one(self, index: int, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt = self.prompts[index]
+        keywords = {} if prompt.lora is None else {"lora": prompt.lora}
         outputs = self.engine.generate(
             {"prompt_token_ids": prompt.token_ids} if prompt.placed is None else prompt.placed,
             prompt.params.with_(output_kind=kind),
             request_id=self._ids[index],
             priority=self._priority,
             cache_salt=self._cache_salt,
+            **keywords,
             kv_transfer_params=self._transfer_params,
         )
         try:

@@ -199,6 +199,7 @@ class Service:
             engine = self.state.loaded_engine
             if engine is not None:
                 await engine.shutdown()
+            await self._close_videos()
             self._remove_socket()
 
     def stop(self) -> None:
@@ -210,6 +211,11 @@ class Service:
         self.state.drain()
         self._tasks.append(asyncio.ensure_future(self._drain()))
 
+    async def _close_videos(self) -> None:
+        videos, self.state.videos = self.state.videos, None
+        if videos is not None:
+            await asyncio.to_thread(videos.close)
+
     async def _drain(self) -> None:
         deadline = time.monotonic() + self.state.settings.shutdown_timeout_s
         logger.info("shutting down: %d requests in flight", self.state.num_http_requests)
@@ -220,6 +226,7 @@ class Service:
             deadline = time.monotonic() + ABORT_GRACE_S
             while self.state.is_busy and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_S / 10)
+        await self._close_videos()
         self._end()
 
     def _end(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vkit.media.sources import MediaAccess
 from vkit.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from vkit.server.video.opening import VideoSettings
 
 DEFAULT_MAX_BODY_BYTES = 256 * 1024 * 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -21,6 +22,8 @@ class ModelKind(StrEnum):
     TEXT = "text"
     EMBEDDING = "embedding"
     SPEECH = "speech"
+    VIDEO = "video"
+    """None: the server makes videos only."""
 
 
 QUIET_PATHS = (
@@ -63,6 +66,8 @@ class ServerSettings:
     model_argument: str
     """What the operator passed as --model."""
     model_kind: ModelKind = ModelKind.TEXT
+    enable_lora: bool = False
+    """Whether requests may choose adapters by name."""
     api_keys: tuple[str, ...] = ()
     root_path: str = ""
     cors: CorsSettings | None = None
@@ -104,6 +109,18 @@ class ServerSettings:
     responses_store_ttl_s: float = 3600.0
     enable_responses_store: bool = True
     repository_override: str = ""
+    video: VideoSettings | None = None
+    """The model that makes videos; None: no video routes."""
+    video_openai_status: bool = False
+    """Whether jobs call their status what OpenAI calls it."""
     media_access: MediaAccess = field(default_factory=MediaAccess)
     """Where the media of requests may come from."""
     shutdown_timeout_s: float = 30.0
+
+    @property
+    def served_video_names(self) -> tuple[str, ...]:
+        """Names by which requests may call the video model."""
+        if self.video is None:
+            return ()
+        dit = self.video.paths.dit
+        return (dit.stem if dit.suffix in (".gguf", ".safetensors") else dit.name, *self.served_model_names)

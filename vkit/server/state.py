@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Coroutine
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 
@@ -23,6 +23,15 @@ from vkit.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from vkit.server.openai.responses.store import ResponseStore
+    from vkit.server.video.jobs import VideoJobs
+
+
+class EngineWithAdapters(Protocol):
+    """What an engine offers where adapters are on."""
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
 
 
 class Phase(StrEnum):
@@ -56,6 +65,8 @@ class ServerState:
         self.running: dict[str, set[str]] = {}
         """Ids as clients see them to ids inside the engine."""
         self.defaults = Defaults({}, None)
+        self.videos: VideoJobs | None = None
+        """What makes videos, in a server that does."""
         self.media = MediaReader(settings.media_access)
         self.response_store: ResponseStore | None = None
         self._engine: Engine | None = None
@@ -126,13 +137,24 @@ class ServerState:
         if self._engine is not None:
             await self._engine.abort(engine_id)
 
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, which requests may use as the model's."""
+        if not self.settings.enable_lora or self._engine is None:
+            return ()
+        return cast(EngineWithAdapters, self._engine).loras
+
+    def lora_of(self, asked: str | None) -> str | None:
+        """The adapter that a request's model name means; None: the model itself."""
+        return asked if asked and asked not in self.settings.served_model_names else None
+
     def served_name(self, asked: str | None) -> str:
         """The model name to echo.
 
         Raises:
             Problem: 404 for a name this server does not know.
         """
-        names = self.settings.served_model_names
+        names = (*self.settings.served_model_names, *self.lora_names)
         if not asked:
             return names[0]
         if asked in names:

@@ -173,7 +173,8 @@ class RelativeAttention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self._num_heads, self._head_dim)).transpose(1, 2)
+        by_head: Tensor = x.unflatten(-1, (self._num_heads, self._head_dim)).transpose(1, 2)
+        return by_head
 
 
 class Convolution(nn.Module):

@@ -1,18 +1,19 @@
-"""A transcriber as the server sees an engine: one recording at a time, the others wait; nothing is generated."""
+"""A transcriber as the server sees an engine: one recording at a time, the others wait.
+
+Only what the routes of a speech model and the administration ask of an engine; all others are refused before.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any
 
-from vkit.errors import InvalidRequest
 from vkit.media.audio import AudioSource
 from vkit.metrics import MetricFamily
 from vkit.speech.transcriber import Stretch, Transcriber
 from vkit.text.tokenizer import Tokenizer
-from vkit.types import RequestOutput
 
 
 class SpeechEngine:
@@ -55,21 +56,6 @@ class SpeechEngine:
         finally:
             # On the same thread, since a generator cannot be closed while it runs.
             self._worker.submit(_close, stretches)
-
-    def generate(self, *args: object, **keywords: object) -> AsyncIterator[RequestOutput]:
-        """Nothing."""
-        self._refuse()
-
-    async def check_structured(self, constraint: object) -> None:
-        """Nothing."""
-        self._refuse()
-
-    def compile_template(self, source: str) -> NoReturn:
-        """Nothing."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise InvalidRequest("this model transcribes speech and generates no text")
 
     async def abort(self, request_id: str) -> None:
         """Nothing runs that has an id."""

@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from vkit.server.call import Handler
+from vkit.server.lowlevel.adapters import (
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
 from vkit.server.lowlevel.admin import health, load, metrics, reset_prefix_cache, root, server_info, version
 from vkit.server.lowlevel.generate import abort_requests, generate
 from vkit.server.lowlevel.schemas import (
@@ -23,7 +29,7 @@ from vkit.server.lowlevel.schemas import (
 from vkit.server.lowlevel.scoring import generative_scoring
 from vkit.server.metrics import CONTENT_TYPE
 from vkit.server.routes import Parameter, Route
-from vkit.server.settings import ServerSettings
+from vkit.server.settings import ModelKind, ServerSettings
 
 GET, POST = ("GET",), ("POST",)
 
@@ -31,6 +37,8 @@ GET, POST = ("GET",), ("POST",)
 def lowlevel_routes(settings: ServerSettings) -> list[Route]:
     """The routes of this family."""
     routes = [*_inference_routes(), *_probe_routes(), *_admin_routes()]
+    if settings.enable_lora:
+        routes += _adapter_routes()
     if not settings.disable_metrics:
         routes += [
             Route(
@@ -80,6 +88,26 @@ def _inference_routes() -> list[Route]:
             body=ScoringBody,
             reply=ScoringReply,
         ),
+    ]
+
+
+def _adapter_routes() -> list[Route]:
+    return [
+        Route(
+            POST,
+            path,
+            handler,
+            summary,
+            "administration",
+            needs_engine=True,
+            kinds=tuple(ModelKind),
+            body=body,
+            media_type="text/plain",
+        )
+        for path, handler, summary, body in (
+            ("/v1/load_lora_adapter", load_lora_adapter, "Load an adapter", LoadAdapterBody),
+            ("/v1/unload_lora_adapter", unload_lora_adapter, "Forget an adapter", UnloadAdapterBody),
+        )
     ]
 
 

@@ -120,7 +120,13 @@ async def _prepare(call: Call, body: GenerateBody) -> Prepared:
         if body.reasoning_ended is False:
             asked = after_reasoning(call, asked, _context_of(body))
         params = params.with_(structured_outputs=await check_enforceable(call, asked))
-    return Prepared(body, model, mode, EnginePrompt(list(body.token_ids), body.prompt_text, params), priority)
+    return Prepared(
+        body,
+        model,
+        mode,
+        EnginePrompt(list(body.token_ids), body.prompt_text, params, lora=state.lora_of(body.model)),
+        priority,
+    )
 
 
 def _refuse_unsupported(call: Call, body: GenerateBody, mode: str) -> None:

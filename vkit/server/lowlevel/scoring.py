@@ -41,7 +41,7 @@ async def generative_scoring(call: Call) -> Response[Any]:
         if not token_ids:
             raise bad_request(f"{param}: every item must have at least one token", param)
         room_for(len(token_ids), call.state.engine.max_model_len, param)
-    prompts = [EnginePrompt(token_ids, None, params) for token_ids in items]
+    prompts = [EnginePrompt(token_ids, None, params, lora=call.state.lora_of(body.model)) for token_ids in items]
     client_id = f"generative-scoring-{call.rid}"
     run = Run(call.state, client_id, prompts, priority=priority, cache_salt=body.cache_salt)
     results = await call.while_connected(run.whole())

@@ -131,7 +131,7 @@ def _profile(call: Call) -> tuple[str, dict[str, Any]]:
         "tp": int(config.get("tensor_parallel_size", 1)),
         "pp": 1,
         "gpu": str(config.get("device", "cpu")),
-        "feat_lora": False,
+        "feat_lora": call.settings.enable_lora,
     }
     return hashlib.sha256("\0".join(parts).encode()).hexdigest(), tags
 

@@ -199,7 +199,7 @@ async def prepare(
     return Prepared(
         body,
         model,
-        EnginePrompt(token_ids, text, params, placed),
+        EnginePrompt(token_ids, text, params, placed, lora=state.lora_of(body.model)),
         role,
         n,
         priority,

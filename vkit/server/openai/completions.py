@@ -155,7 +155,7 @@ async def prepare(call: Call, body: CompletionBody) -> Prepared:
         if params.thinking_token_budget is not None:
             seen = engine.tokenizer.decode(token_ids, skip_special_tokens=False) if text is None else text
             params = with_thinking_marks(call, params, ReplyContext(seen, token_ids))
-        prompts.append(EnginePrompt(token_ids, text, params))
+        prompts.append(EnginePrompt(token_ids, text, params, lora=state.lora_of(body.model)))
         if body.echo:
             echoes.append(engine.tokenizer.decode(token_ids, skip_special_tokens=False) if text is None else text)
         else:

@@ -71,7 +71,14 @@ class EmbeddingEngine(Protocol):
         """What the vectors are like."""
 
     async def embed(
-        self, prompt: Prompt, *, request_id: str, priority: int, cache_salt: str | None, options: PromptOptions
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str,
+        priority: int,
+        cache_salt: str | None,
+        lora: str | None,
+        options: PromptOptions,
     ) -> RequestOutput:
         """A prompt's vector, as `embedding` of the output."""
 
@@ -96,7 +103,7 @@ async def embeddings(call: Call) -> Response[Any]:
         raise bad_request("truncation_side: expected left or right", "truncation_side")
     engine = cast(EmbeddingEngine, call.state.engine)
     engine.embedding.check_dimensions(body.dimensions)
-    outputs = await call.while_connected(_embedded(call, engine, prompts, priority, body.cache_salt, options))
+    outputs = await call.while_connected(_embedded(call, engine, prompts, priority, body, options))
     vectors = [shortened(output.embedding or [], body.dimensions) for output in outputs]
     is_packed = body.encoding_format == "base64"
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
@@ -135,7 +142,7 @@ async def _embedded(
     engine: EmbeddingEngine,
     prompts: list[Prompt],
     priority: int,
-    cache_salt: str | None,
+    body: EmbeddingBody,
     options: PromptOptions,
 ) -> list[RequestOutput]:
     """The outputs of all prompts, in order. When one fails the others are aborted."""
@@ -146,7 +153,12 @@ async def _embedded(
     tasks = [
         asyncio.ensure_future(
             engine.embed(
-                prompt, request_id=f"{client_id}-{index}", priority=priority, cache_salt=cache_salt, options=options
+                prompt,
+                request_id=f"{client_id}-{index}",
+                priority=priority,
+                cache_salt=body.cache_salt,
+                lora=state.lora_of(body.model),
+                options=options,
             )
         )
         for index, prompt in enumerate(prompts)

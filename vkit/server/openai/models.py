@@ -10,12 +10,11 @@ from litestar.response.base import Response
 
 from vkit.server.call import Call
 from vkit.server.openai.schemas import ModelCard, ModelList, ModelPermission
-from vkit.server.problems import clip, not_found
 
 
 async def list_models(call: Call) -> Response[Any]:
     """All served names."""
-    names = call.settings.served_model_names
+    names = (*call.settings.served_model_names, *call.state.lora_names)
     cards = [model_card(call, name) for name in names]
     return call.json(ModelList(data=cards, first_id=names[0], last_id=names[-1]))
 
@@ -25,11 +24,7 @@ async def get_model(call: Call) -> Response[Any]:
     name = str(call.request.path_params["model_id"]).lstrip("/")
     if not name:
         return await list_models(call)
-    if name not in call.settings.served_model_names:
-        raise not_found(
-            f"The model `{clip(name)}` does not exist. Valid aliases: {', '.join(call.settings.served_model_names)}.",
-            "model",
-        )
+    call.state.served_name(name)
     return call.json(model_card(call, name))
 
 
@@ -42,6 +37,7 @@ def model_card(call: Call, name: str) -> ModelCard:
         id=name,
         created=created,
         root=call.settings.model_argument,
+        parent=call.settings.served_model_names[0] if call.state.lora_of(name) is not None else None,
         max_model_len=(None if engine is None else engine.max_model_len) or None,
         permission=[permission],
         display_name=name,

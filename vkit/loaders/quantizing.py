@@ -1,0 +1,93 @@
+"""The scheme a person asks for against the one a checkpoint has; plain checkpoints made eight-bit as they are read."""
+
+from __future__ import annotations
+
+import torch
+
+from vkit.config import QUANTIZATIONS
+from vkit.errors import UsageError
+from vkit.kernels import ScaledMatrix
+from vkit.loaders.checkpoint import Checkpoint, TensorInfo
+from vkit.quantization import Weight
+from vkit.quantization.inputs import FP8_TOKEN
+from vkit.quantization.scheme import is_usually_plain
+
+AT_LOAD = "fp8"
+"""The scheme that a plain checkpoint can be brought into while it is read."""
+MAX_E4M3 = 448.0
+SCALE_BYTES = 4
+
+
+def quantized_as(checkpoint: Checkpoint, asked: str | None) -> Checkpoint:
+    """The checkpoint, if it is stored as asked; a plain one in eight-bit floats, if that is asked.
+
+    Raises:
+        UsageError: it is stored otherwise.
+    """
+    if asked is None or asked == checkpoint.quantization:
+        return checkpoint
+    if checkpoint.quantization is None and asked == AT_LOAD:
+        return Fp8Checkpoint(checkpoint)
+    stored = checkpoint.quantization or "not quantised"
+    able = f"leave the flag out; known are {', '.join(QUANTIZATIONS)}"
+    if checkpoint.quantization is None:
+        able = f"only {AT_LOAD} can be made of plain weights as they are read"
+    raise UsageError(f"--quantization: {asked} was asked for, but {checkpoint.name} is {stored}", remedy=able)
+
+
+class Fp8Checkpoint(Checkpoint):
+    """A plain checkpoint whose linear weights load as E4M3 with a scale for each output.
+
+    Activations are rounded to E4M3 with a scale for each token. Embeddings, norms, routers and the like stay as they
+    are. Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning.
+    """
+
+    def __init__(self, plain: Checkpoint) -> None:
+        self._plain = plain
+        self.path, self.name, self.format = plain.path, plain.name, plain.format
+        self.config, self.generation_config = plain.config, plain.generation_config
+        self.gguf_metadata, self.quantization = plain.gguf_metadata, AT_LOAD
+
+    def tensor_names(self) -> set[str]:
+        """All tensors of the plain checkpoint."""
+        return self._plain.tensor_names()
+
+    def tensor_info(self, name: str) -> TensorInfo:
+        """Shape, type and size as loaded."""
+        info = self._plain.tensor_info(name)
+        if not self._is_rounded(info):
+            return info
+        rows, columns = info.shape
+        return TensorInfo(name, info.shape, None, AT_LOAD, rows * columns + SCALE_BYTES * rows)
+
+    def load(self, name: str) -> Weight:
+        """The tensor; a linear weight as codes and scales."""
+        weight = self._plain.load(name)
+        if not self._is_rounded(self._plain.tensor_info(name)):
+            return weight
+        assert isinstance(weight, torch.Tensor)
+        return to_fp8(weight)
+
+    def release_pages(self) -> None:
+        """Let the operating system take back the memory of everything mapped so far."""
+        self._plain.release_pages()
+
+    def close(self) -> None:
+        """End loading."""
+        self._plain.close()
+
+    @staticmethod
+    def _is_rounded(info: TensorInfo) -> bool:
+        layer, _, suffix = info.name.rpartition(".")
+        is_matrix = len(info.shape) == 2 and info.dtype is not None and info.dtype.is_floating_point
+        return suffix == "weight" and is_matrix and not is_usually_plain(layer)
+
+
+def to_fp8(weight: torch.Tensor) -> ScaledMatrix:
+    """`weight` (out, in) as E4M3 codes with a scale max|row| / 448 for each row; a row of zeros has scale 1."""
+    rows, columns = weight.shape
+    values = weight.to(torch.float32)
+    scales = values.abs().amax(1, keepdim=True) / MAX_E4M3
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    codes = (values / scales).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
+    return ScaledMatrix("bytes", codes, scales, (rows, columns), (1, columns), inputs=FP8_TOKEN.build({}))

@@ -1,0 +1,1 @@
+"""Videos over HTTP: the routes of OpenAI's video API around `vkit.video`."""
