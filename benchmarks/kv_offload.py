@@ -1,11 +1,11 @@
-"""A long prefix evicted and brought back: from host memory, from disk after a restart, from Redis.
+"""A long prefix evicted and brought back from host memory, from disk after a restart, from Redis, or computed anew.
 
     python benchmarks/kv_offload.py [--model PATH] [--tokens 4000] [--threads 2] [--repetitions 3] [--json out.json]
 
-Time to the first token of a prompt whose prefix the engine's own cache has forgotten, against computing it. The prompt
-is as long as the model's context allows, at most `--tokens`. Redis is measured where a server program is installed; the
-script starts and stops it. With `--accuracy` instead: what narrow caches cost, as perplexity and error of
-log-probabilities over a text.
+Time to the first token of a prompt whose prefix the engine's own cache has forgotten. The prompt is as long as the
+model's context allows, at most `--tokens`. Redis is measured where a server program is installed; the script starts
+and stops it.
+With `--accuracy` instead: what narrow caches cost, as perplexity and error of log-probabilities over a text.
 """
 
 from __future__ import annotations
