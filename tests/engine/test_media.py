@@ -255,6 +255,17 @@ def test_an_item_longer_than_a_whole_step(model_folder: Callable[[str], str]) ->
         assert tokens(llm, [{"prompt": IMAGE, "multi_modal_data": {"image": image(16, 16)}}])
 
 
+def test_prompts_that_may_not_be_cut(alone: tuple[str, list[list[int]]]) -> None:
+    folder, expected = alone
+    settings: dict[str, Any] = {"enable_chunked_prefill": False, "max_num_batched_tokens": 120, "max_num_seqs": 4}
+    with open_llm(folder, **settings) as llm:
+        assert tokens(llm) == expected
+    with open_llm(folder, **settings, max_num_encoder_input_tokens=4) as llm:
+        assert tokens(llm, PROMPTS[:2]) == expected[:2], "one item has the step to itself"
+        with pytest.raises(InvalidRequest, match=r"tokens of media in a prompt .* encodes at most 4"):
+            llm.generate(PROMPTS[2], GREEDY)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
