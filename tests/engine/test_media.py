@@ -104,6 +104,18 @@ def test_tokens_do_not_depend_on_scheduling(alone: tuple[str, list[list[int]]], 
         assert engine.pool.num_free == engine.pool.num_usable
 
 
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_drafts_change_nothing(alone: tuple[str, list[list[int]]], method: str) -> None:
+    folder, expected = alone
+    if method == "mtp" and "qwen3_5" not in folder:
+        pytest.skip("this model has no head for it")
+    drafts = {"method": method, "num_speculative_tokens": 2}
+    drafts |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2} if method == "ngram" else {}
+    with open_llm(folder, speculative_config=drafts, enable_prefix_caching=False, max_num_seqs=5) as llm:
+        assert tokens(llm) == expected
+        assert value(llm, "vllm:spec_decode_num_draft_tokens") > 0
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_preemption_changes_nothing(alone: tuple[str, list[list[int]]], async_scheduling: bool) -> None:
     folder, expected = alone
