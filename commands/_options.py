@@ -316,6 +316,19 @@ class EngineFlags:
             show_default="no drafts",
         ),
     ] = None
+    offload_config: Annotated[
+        str | None,
+        _engine_option("--offload-config", metavar="JSON", help="Weights that stay out of memory between uses."),
+    ] = None
+    moe_expert_cache: Annotated[
+        str | None,
+        _engine_option(
+            "--moe-expert-cache",
+            metavar="N|NGB",
+            help="Routed experts per layer kept in memory; others are read from the file when chosen.",
+            show_default="all",
+        ),
+    ] = None
     kv_transfer_config: Annotated[
         str | None,
         _engine_option("--kv-transfer-config", metavar="JSON", help="Keep cache entries beyond this engine."),

@@ -37,6 +37,7 @@ from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.kv_transfer import KVTransferConfig
 from vkit.layers import AdapterSwitch
+from vkit.layers.streaming import FileReader
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
 from vkit.loaders.mmproj import ProjectedCheckpoint
@@ -47,6 +48,7 @@ from vkit.media.conversation import with_placeholders
 from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
+from vkit.models.offload import OffloadPlan, apply_offload, plan_offload
 from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.pooling import EmbeddingForm, Pooling, embedding_form
@@ -61,6 +63,7 @@ from vkit.structured.compiler import GrammarCompiler, require_backend
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
 from vkit.types import ReasoningMarks
+from vkit.weight_offload import ExpertCacheSize, OffloadConfig
 
 logger = logging.getLogger("vkit")
 
@@ -72,6 +75,7 @@ _PROCESSOR_METHODS = ("is_argmax_invariant", "update_state", "apply")
 DEFAULT_CONTEXT = 2048
 """Context limit of a model whose configuration names none."""
 
+_TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -92,6 +96,7 @@ class ResidentModel:
         self._worker = worker
         self._drafting = drafting
         self._drafter: Drafter | None = None
+        self._reader: FileReader | None = None
         self._switch = AdapterSwitch() if config.enable_lora else None
         self._model: CausalLM | None = self._build(progress)
         self._runner: Runner | None = self._new_runner()
@@ -100,6 +105,9 @@ class ResidentModel:
         config, drafting = self._config, self._drafting
         has_head = has_draft_head(config.speculation, self._checkpoint)
         model = build_model(self._checkpoint, config, progress, has_draft_head=has_head)
+        if config.offload_config is not None or config.moe_expert_cache is not None:
+            plan = _offload_plan(model, self._checkpoint, config.offload_config, config.moe_expert_cache)
+            self._reader = apply_offload(model, self._checkpoint, plan)
         if self._switch is not None:
             let_listen(model, self._switch)
         if drafting is not None and drafting.drafts_with_model:
@@ -151,7 +159,8 @@ class ResidentModel:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
         self._runner = None
         if level == 2 or self._config.device != "cpu":
-            self._model = self._drafter = None
+            self._drafter = None
+            self._drop_model()
 
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
@@ -164,10 +173,17 @@ class ResidentModel:
 
     def close(self) -> None:
         """Free everything."""
-        self._runner = self._model = self._drafter = None
+        self._runner = self._drafter = None
+        self._drop_model()
         self._checkpoint.close()
         if self._drafting is not None:
             self._drafting.close()
+
+    def _drop_model(self) -> None:
+        self._model = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
 @dataclass(slots=True)
@@ -523,7 +539,14 @@ def describe_model(checkpoint: Checkpoint, args: EngineArgs, device: Device) -> 
     if args.speculation is not None:
         drafting = plan_drafts(args.speculation, checkpoint, model, provisional, use_mmap=not args.no_mmap)
         specs += drafting.specs
-    return ModelDescription(_model_facts(checkpoint, args, specs, drafting), specs, drafting)
+    facts = _model_facts(checkpoint, args, specs, drafting)
+    offload, experts = args.offload_config, args.moe_expert_cache
+    if isinstance(offload, OffloadConfig) or isinstance(experts, ExpertCacheSize):
+        assert offload is None or isinstance(offload, OffloadConfig)
+        assert experts is None or isinstance(experts, ExpertCacheSize)
+        plan = _offload_plan(model, checkpoint, offload, experts)
+        facts = dataclasses.replace(facts, num_weight_bytes=max(0, facts.num_weight_bytes - plan.saved_bytes))
+    return ModelDescription(facts, specs, drafting)
 
 
 def _proposer(drafting: DraftPlan, resident: ResidentModel) -> Proposer:
@@ -535,6 +558,15 @@ def _proposer(drafting: DraftPlan, resident: ResidentModel) -> Proposer:
         num_lookahead=drafting.num_lookahead,
         needs_hidden_states=drafting.settings.method == "mtp",
     )
+
+
+def _offload_plan(
+    model: CausalLM, checkpoint: Checkpoint, offload: OffloadConfig | None, experts: ExpertCacheSize | None
+) -> OffloadPlan:
+    top_k = HFConfig(checkpoint.config).optional_integer(*_TOP_K_KEYS)
+    if experts is not None and top_k is None:
+        raise UsageError(f"--moe-expert-cache: {checkpoint.name} does not say how many experts a token chooses")
+    return plan_offload(model, checkpoint, offload, experts, top_k or 1)
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
@@ -734,4 +766,6 @@ def _shown(config: EngineConfig) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, KVTransferConfig):
         return {**value.as_json(), "kv_connector_extra_config": "set" if value.kv_connector_extra_config else None}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
     return dict(value) if isinstance(value, Mapping) else value

@@ -135,6 +135,8 @@ class Scheduler:
         if sequence.pending_grammar is not None:
             sequence.status = SequenceStatus.WAITING_FOR_GRAMMAR
             self._deferred[sequence.id] = sequence
+        if any(placed.item.sees_itself for placed in sequence.media):
+            sequence.skips_external = True  # a load could end amid tokens that see each other
         self._sequences[sequence.id] = sequence
         self._policy.add(sequence)
 
@@ -202,7 +204,7 @@ class Scheduler:
         self._step += 1
         finished_ids, self._finished_ids = self._finished_ids, []
         copies, media = self.cache.take_state_copies(), self.media.take_orders()
-        return Plan(self._step, list(work.items.values()), finished_ids, copies, media)
+        return Plan(self._step, list(work.items.values()), finished_ids, copies, media=media)
 
     def drop_finished(self, plan: Plan) -> None:
         """Take sequences out of a plan not yet run that ended since it was made.
