@@ -27,7 +27,7 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	rm -rf build $(VENV)/typed
-	$(PIP) install -q --no-deps --no-build-isolation --target $(VENV)/typed .
+	VKIT_BUILD_NATIVE=0 $(PIP) install -q --no-deps --no-build-isolation --target $(VENV)/typed .
 	rm -rf build vkit.egg-info
 	MYPYPATH=$(VENV)/typed $(BIN)/python -m mypy --config-file pyproject.toml -p vkit
 

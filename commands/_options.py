@@ -238,6 +238,28 @@ class EngineFlags:
     max_long_partial_prefills: Annotated[
         int, _engine_option("--max-long-partial-prefills", min=0, help="Most long prompts cut at a time; 0: any.")
     ] = 0
+    mmproj: Annotated[
+        str | None,
+        _engine_option("--mmproj", metavar="FILE", help="The vision tower that goes with a GGUF language model."),
+    ] = None
+    max_num_encoder_input_tokens: Annotated[
+        int,
+        _engine_option(
+            "--max-num-encoder-input-tokens",
+            min=0,
+            help="Most prompt tokens whose images, videos or sound one step encodes; 0: as many as a step holds.",
+        ),
+    ] = 0
+    disable_chunked_mm_input: Annotated[
+        bool,
+        _engine_option("--disable-chunked-mm-input", help="Never cut the tokens of one image over several steps."),
+    ] = False
+    limit_mm_per_prompt: Annotated[
+        str | None,
+        _engine_option(
+            "--limit-mm-per-prompt", metavar="JSON", help='Most items in one prompt, such as {"image": 4, "video": 0}.'
+        ),
+    ] = None
     prefix_caching_hash_algo: Annotated[
         Literal["sha256", "sha256_cbor"],
         _engine_option("--prefix-caching-hash-algo", help="How blocks are recognised; sha256_cbor across languages."),
@@ -270,8 +292,8 @@ class EngineFlags:
         _engine_option("--cpu-precision", help="exact keeps activations in floating point."),
     ] = "fast"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        _engine_option("--kv-cache-dtype", help="How keys and values are kept."),
+        Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
+        _engine_option("--kv-cache-dtype", help="How keys and values are kept; fp8 and int8 halve bfloat16."),
     ] = "auto"
     quantization: Annotated[
         Literal["awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt"] | None,
@@ -285,6 +307,32 @@ class EngineFlags:
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
     ] = False
     no_mmap: Annotated[bool, _engine_option("--no-mmap", help="Read weight files instead of mapping them.")] = False
+    speculative_config: Annotated[
+        str | None,
+        _engine_option(
+            "--speculative-config",
+            metavar="JSON",
+            help='Draft tokens and verify several per step, such as {"method": "ngram", "num_speculative_tokens": 4}.',
+            show_default="no drafts",
+        ),
+    ] = None
+    offload_config: Annotated[
+        str | None,
+        _engine_option("--offload-config", metavar="JSON", help="Weights that stay out of memory between uses."),
+    ] = None
+    moe_expert_cache: Annotated[
+        str | None,
+        _engine_option(
+            "--moe-expert-cache",
+            metavar="N|NGB",
+            help="Routed experts per layer kept in memory; others are read from the file when chosen.",
+            show_default="all",
+        ),
+    ] = None
+    kv_transfer_config: Annotated[
+        str | None,
+        _engine_option("--kv-transfer-config", metavar="JSON", help="Keep cache entries beyond this engine."),
+    ] = None
     hf_overrides: Annotated[
         str | None, _engine_option("--hf-overrides", metavar="JSON", help="Keys of config.json to replace.")
     ] = None

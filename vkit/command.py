@@ -25,6 +25,7 @@ from vkit.errors import UsageError
 CONFIG_FLAG = "--config"
 CONFIG_NAME = "config"
 _ELSEWHERE = "vkit.elsewhere"
+_ON_LINE = "vkit.on_line"
 
 
 class Source(StrEnum):
@@ -73,6 +74,7 @@ class Command(TyperCommand):
         elsewhere = self._given_elsewhere(ctx, on_line)
         ctx.default_map = {name: given.value for name, given in elsewhere.items()}
         ctx.meta[_ELSEWHERE] = elsewhere
+        ctx.meta[_ON_LINE] = on_line
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as error:
@@ -100,6 +102,11 @@ class Command(TyperCommand):
     def flags(self) -> dict[str, TyperOption]:
         """Every option by its first long spelling, in order of declaration."""
         return {flag_of(param): param for param in self.params if isinstance(param, TyperOption)}
+
+    def given_on_line(self, ctx: typer.Context) -> list[tuple[str, str | None]]:
+        """(parameter, text) of every option on the command line of `ctx`, in order: for flags whose order matters."""
+        on_line: list[Occurrence] = ctx.meta.get(_ON_LINE, [])
+        return [(given.param.name, given.value) for given in on_line]
 
     def source_of(self, ctx: typer.Context, param: TyperOption) -> tuple[Source, str | None]:
         """Where the value of `param` in `ctx` came from, and the variable or file that held it."""

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
+from vkit.kv_transfer import KVTransferConfig
+from vkit.speculative_config import SpeculativeSettings, parse_speculative_config
+from vkit.weight_offload import EXPERT_FLAG, FLAG, MAX_CALM_SEQS, ExpertCacheSize, OffloadConfig
 
 DEFAULT_NUM_BLOCKS = 256
 DEFAULT_MAX_LORAS = 4
@@ -36,6 +39,9 @@ Device = Literal["cpu", "cuda"]
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""What the flag calls them -> what torch calls them."""
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm")
 PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -59,6 +65,8 @@ class CacheGroupFacts:
     window: int | None = None
     granule: int = 1
     """Tokens that one entry spans; a block that may be shared holds whole entries."""
+    num_states: int = 1
+    """States one sequence keeps at a time (state)."""
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes one layer needs in one block."""
@@ -67,7 +75,7 @@ class CacheGroupFacts:
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Most blocks one sequence of `num_tokens` ever holds at a time."""
         if self.kind == "state":
-            return 1
+            return self.num_states
         whole = math.ceil(num_tokens / block_size)
         if self.window is None:
             return whole
@@ -90,6 +98,8 @@ class ModelFacts:
     num_weight_bytes: int
     cache_groups: tuple[CacheGroupFacts, ...]
     is_moe: bool = False
+    media_kinds: tuple[str, ...] = ()
+    """The kinds of media it takes: "image", "video", "audio"."""
     num_activation_bytes: int = 0
     """Peak of one step at the token budget; an estimate before loading, a measurement after a profile run."""
     activation_bytes_per_token: int = 0
@@ -187,6 +197,14 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in one step; 0: no limit of its own."""
+    mmproj: str | None = None
+    """A GGUF file with the tower that goes with a GGUF language model."""
+    max_num_encoder_input_tokens: int = 0
+    """Most prompt tokens whose media one step encodes, and most that are kept encoded; 0: the token budget."""
+    disable_chunked_mm_input: bool = False
+    """A step computes all tokens of a media item or none."""
+    limit_mm_per_prompt: Mapping[str, int] | str | None = None
+    """Most items per kind in one prompt; a mapping, or a JSON object as text. A kind that is left out has no limit."""
     max_num_partial_prefills: int = 0
     """Most prompts that may be mid-prefill at a time; 0: no limit."""
     max_long_partial_prefills: int = 0
@@ -227,11 +245,19 @@ class EngineArgs:
     """Expand GGUF blocks to the compute dtype at load instead of keeping them packed."""
     no_mmap: bool = False
     """Read weight files instead of mapping them."""
+    speculative_config: SpeculativeSettings | Mapping[str, Any] | str | None = None
+    """How to draft tokens: settings, a mapping, or a JSON object as text."""
+    offload_config: OffloadConfig | Mapping[str, Any] | str | None = None
+    """Weights that stay out of memory between uses; a mapping, or a JSON object as text."""
+    moe_expert_cache: ExpertCacheSize | int | str | None = None
+    """Routed experts of each layer that are in memory at a time: a number, or a size such as 2GB; None: all."""
+    kv_transfer_config: KVTransferConfig | Mapping[str, Any] | str | None = None
+    """Where cache entries come from and go to besides this engine; a mapping, or a JSON object as text."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise UsageError(f"--model: expected a directory or a .gguf file, got {self.model!r}")
-        for name in ("tokenizer", "tokenizer_config", "chat_template", "tool_parser", "reasoning_parser"):
+        for name in ("tokenizer", "tokenizer_config", "chat_template", "mmproj", "tool_parser", "reasoning_parser"):
             value = getattr(self, name)
             if (value is not None or name.endswith("_parser")) and (not isinstance(value, str) or not value):
                 raise UsageError(f"{flag_of(name)}: expected a non-empty string, got {value!r}")
@@ -253,7 +279,7 @@ class EngineArgs:
         _check_choice("cpu_precision", self.cpu_precision, CPU_PRECISIONS)
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)
-        _check_choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_int("block_size", self.block_size, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
         _check_int("max_logprobs", self.max_logprobs, -1)
@@ -263,6 +289,7 @@ class EngineArgs:
             "long_prefill_token_threshold",
             "max_num_partial_prefills",
             "max_long_partial_prefills",
+            "max_num_encoder_input_tokens",
             "threads",
         ):
             _check_int(name, getattr(self, name), 0)
@@ -279,6 +306,7 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
         for name in (
+            "disable_chunked_mm_input",
             "enable_chunked_prefill",
             "enable_jump_forward",
             "enable_lora",
@@ -290,6 +318,15 @@ class EngineArgs:
             _check_bool(name, getattr(self, name))
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", parse_speculative_config(self.speculative_config))
+        object.__setattr__(self, "limit_mm_per_prompt", _media_limits(self.limit_mm_per_prompt))
+        if self.offload_config is not None:
+            object.__setattr__(self, "offload_config", OffloadConfig.parse(self.offload_config))
+        if self.moe_expert_cache is not None:
+            object.__setattr__(self, "moe_expert_cache", ExpertCacheSize.parse(self.moe_expert_cache))
+        if self.kv_transfer_config is not None:
+            object.__setattr__(self, "kv_transfer_config", KVTransferConfig.parse(self.kv_transfer_config))
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -316,6 +353,25 @@ class EngineArgs:
         if self.device == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect with --device cuda")
 
+    @property
+    def speculation(self) -> SpeculativeSettings | None:
+        """How to draft tokens; None: not at all."""
+        settings = self.speculative_config
+        assert settings is None or isinstance(settings, SpeculativeSettings)
+        return settings
+
+    def _check_media(self, model: ModelFacts) -> None:
+        """Refuse what only means something for models that take media."""
+        if model.media_kinds:
+            unknown = [kind for kind in self.limit_mm_per_prompt or () if kind not in model.media_kinds]
+            if unknown:
+                known = ", ".join(model.media_kinds)
+                raise UsageError(f"--limit-mm-per-prompt: {model.name} takes {known}, not {unknown[0]}")
+            return
+        for name in ("limit_mm_per_prompt", "max_num_encoder_input_tokens", "disable_chunked_mm_input"):
+            if getattr(self, name):
+                raise UsageError(f"{flag_of(name)}: {model.name} takes text only")
+
     def resolve(self, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
         """Decide every setting for this model on this device.
 
@@ -329,6 +385,7 @@ class EngineArgs:
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect on {device.kind}")
         if self.gguf_dequantize and model.format != "gguf":
             raise UsageError(f"--gguf-dequantize: {model.name} is a {model.format} checkpoint, not a GGUF file")
+        self._check_media(model)
         notes: list[str] = []
         max_model_len = checked_max_model_len(self.max_model_len, model)
         token_budget = resolve_token_budget(self, max_model_len, model.is_moe)
@@ -352,6 +409,14 @@ class EngineArgs:
             threshold = max(1, int(pool.max_model_len * LONG_PREFILL_SHARE))
         overrides = self.hf_overrides
         assert overrides is None or isinstance(overrides, Mapping)
+        limits = self.limit_mm_per_prompt
+        assert isinstance(limits, Mapping)
+        transfer = self.kv_transfer_config
+        assert transfer is None or isinstance(transfer, KVTransferConfig)
+        offload, experts = self.offload_config, self.moe_expert_cache
+        assert offload is None or isinstance(offload, OffloadConfig)
+        assert experts is None or isinstance(experts, ExpertCacheSize)
+        notes.extend(offload_notes(offload, experts, self.max_num_seqs, device))
         return EngineConfig(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -374,6 +439,10 @@ class EngineArgs:
             long_prefill_token_threshold=threshold,
             max_num_partial_prefills=self.max_num_partial_prefills,
             max_long_partial_prefills=self.max_long_partial_prefills,
+            mmproj=self.mmproj,
+            max_num_encoder_input_tokens=self.max_num_encoder_input_tokens or token_budget,
+            disable_chunked_mm_input=self.disable_chunked_mm_input,
+            limit_mm_per_prompt=limits,
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
             enable_jump_forward=self.enable_jump_forward,
@@ -394,6 +463,10 @@ class EngineArgs:
             kv_cache_dtype=resolve_kv_cache_dtype(self, model.dtype, device),
             gguf_dequantize=self.gguf_dequantize,
             no_mmap=self.no_mmap,
+            speculation=self.speculation,
+            kv_transfer_config=transfer,
+            offload_config=offload,
+            moe_expert_cache=experts,
             notes=tuple(notes),
         )
 
@@ -426,6 +499,10 @@ class EngineConfig:
     long_prefill_token_threshold: int
     max_num_partial_prefills: int
     max_long_partial_prefills: int
+    mmproj: str | None = None
+    max_num_encoder_input_tokens: int = 0
+    disable_chunked_mm_input: bool = False
+    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     prefix_caching_hash_algo: str
     async_scheduling: bool
     enable_jump_forward: bool
@@ -449,6 +526,10 @@ class EngineConfig:
     kv_cache_dtype: str
     gguf_dequantize: bool
     no_mmap: bool
+    speculation: SpeculativeSettings | None = None
+    kv_transfer_config: KVTransferConfig | None = None
+    offload_config: OffloadConfig | None = None
+    moe_expert_cache: ExpertCacheSize | None = None
     notes: tuple[str, ...] = ()
     """Lines to log once: what was lowered, raised or replaced, and why."""
 
@@ -553,10 +634,35 @@ def resolve_kv_cache_dtype(args: EngineArgs, checkpoint_dtype: str, device: Devi
     float32 checkpoints, which ask for full precision, nor with `--cpu-precision exact`.
     """
     if args.kv_cache_dtype != "auto":
-        return args.kv_cache_dtype
+        return NARROW_CACHE_DTYPES.get(args.kv_cache_dtype, args.kv_cache_dtype)
     dtype = resolve_dtype(args.dtype, checkpoint_dtype, device)
     is_wider = dtype == "float32" and args.dtype == "auto" and checkpoint_dtype != "float32"
     return "bfloat16" if device.kind == "cpu" and is_wider and args.cpu_precision == "fast" else dtype
+
+
+def offload_notes(
+    offload: OffloadConfig | None, experts: ExpertCacheSize | None, max_num_seqs: int, device: DeviceFacts
+) -> list[str]:
+    """What to say about weights that stay out of memory.
+
+    Raises:
+        UsageError: a device where they cannot.
+    """
+    notes = []
+    offloads = offload is not None and offload.backend != "none"
+    if device.kind != "cpu" and (offloads or experts is not None):
+        raise UsageError(f"{FLAG if offloads else EXPERT_FLAG}: only with --device cpu so far")
+    if offloads:
+        notes.append(
+            f"{FLAG}: weights stay in the file and are copied for each use; with less memory than they need they are"
+            " read from the disk at every step, which is slow"
+        )
+    if experts is not None and max_num_seqs > MAX_CALM_SEQS:
+        notes.append(
+            f"{EXPERT_FLAG}: {max_num_seqs} sequences at a time choose so many experts that each step reads most of"
+            f" them; --max-num-seqs {MAX_CALM_SEQS} or less is faster"
+        )
+    return notes
 
 
 def size_pool(
@@ -763,6 +869,18 @@ def _check_threads(threads: int) -> None:
 def _check_share(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise UsageError(f"{flag_of(name)}: must be above 0 and at most 1, got {value!r}")
+
+
+MEDIA_KINDS = ("image", "video", "audio")
+
+
+def _media_limits(value: object) -> dict[str, int]:
+    """Most items per kind, by kind."""
+    limits = _json_object("limit_mm_per_prompt", value) or {}
+    for kind, limit in limits.items():
+        _check_choice("limit_mm_per_prompt", kind, MEDIA_KINDS)
+        _check_int("limit_mm_per_prompt", limit, 0)
+    return limits
 
 
 def _json_object(name: str, value: object) -> dict[str, Any] | None:

@@ -83,6 +83,8 @@ class EngineRequest:
     stop_token_ids: frozenset[int] = frozenset()
     compile_grammar: Callable[[], Future[Grammar]] | None = None
     """A grammar for one sequence; called once per sequence."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """For the cache connector; without one it has no effect."""
     media: tuple[PlacedMedia, ...] = ()
     """Images, videos and sound, at their places among the prompt's tokens."""
     rope_positions: RopePositions | None = None
@@ -148,7 +150,9 @@ class InputProcessor:
     """None: the model takes text only."""
     media_limits: MediaLimits = field(default_factory=dict)
     max_whole_media: int | None = None
-    """Tokens of the longest item, where the tokens of one must be computed in one step."""
+    """Most tokens of one item that a step can hold."""
+    splits_media: bool = True
+    """Whether several steps may share an item whose tokens do not see each other."""
     reasoning_marks: MarksOf | None = None
     """What the engine's reasoning parser says of a prompt; None: there is no such parser."""
     clock: Callable[[], float] = time.monotonic
@@ -161,6 +165,7 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> EngineRequest:
@@ -187,6 +192,10 @@ class InputProcessor:
         self._check_prompt(placed, num_generated=1)
         self._check_params(params, options)
         _check_place(priority, cache_salt)
+        if kv_transfer_params is not None and not isinstance(kv_transfer_params, Mapping):
+            raise InvalidRequest(
+                f"kv_transfer_params: expected an object, got {kv_transfer_params!r}", param="kv_transfer_params"
+            )
         grammars = self._grammars_of(params)
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -204,6 +213,7 @@ class InputProcessor:
             eos_token_id=self.tokenizer.eos_token_id if self.tokenizer else None,
             stop_token_ids=self._stop_token_ids(params),
             compile_grammar=grammars,
+            kv_transfer_params=None if kv_transfer_params is None else dict(kv_transfer_params),
             media=placed.media,
             rope_positions=placed.rope_positions,
             position_delta=placed.position_delta,
@@ -298,16 +308,20 @@ class InputProcessor:
             )
         checked_token_ids("prompt", token_ids, self.vocab_size)
         items = [self.media.prepare(item) for item in media]
+        placed = self.media.place(token_ids, items)
         if self.max_whole_media is not None:
-            for item in items:
-                if item.num_rows > self.max_whole_media:
+            for entry in placed.media:
+                if self.splits_media and not entry.item.sees_itself:
+                    continue
+                longest = max(stop - start for start, stop in entry.spans)
+                if longest > self.max_whole_media:
                     raise InvalidRequest(
-                        f"{item.kind}: its {item.num_rows} tokens are computed in one step, which holds at most"
-                        f" {self.max_whole_media}",
-                        param=item.kind,
+                        f"{entry.item.kind}: its {longest} tokens side by side are computed in one step, which holds at"
+                        f" most {self.max_whole_media}",
+                        param=entry.item.kind,
                         remedy="raise --max-num-batched-tokens or --long-prefill-token-threshold",
                     )
-        return self.media.place(token_ids, items)
+        return placed
 
     def _read_prompt(
         self, prompt: Prompt, cache_salt: str | None, options: PromptOptions, *, has_media: bool

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from vkit import discovery, kernels
 from vkit.adapters import AdapterRegistry, let_listen, open_adapters
-from vkit.cache.groups import LayerCacheSpec, group_layers
+from vkit.cache.connector import ConnectorContext, KVConnector, TransferReport, WorkerSide
+from vkit.cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from vkit.config import (
     CacheGroupFacts,
     DeviceFacts,
@@ -28,29 +29,41 @@ from vkit.config import (
     resolve_dtype,
     resolve_kv_cache_dtype,
 )
+from vkit.connectors import cache_identity, make_connector
+from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
+from vkit.kv_transfer import KVTransferConfig
 from vkit.layers import AdapterSwitch
+from vkit.layers.streaming import FileReader
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
+from vkit.loaders.mmproj import ProjectedCheckpoint
 from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
+from vkit.media import KINDS, MediaProcessor
 from vkit.media.conversation import with_placeholders
-from vkit.models import HFConfig, build_model, create_model, model_class
+from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
+from vkit.models.offload import OffloadPlan, apply_offload, plan_offload
 from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.pooling import EmbeddingForm, Pooling, embedding_form
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
-from vkit.sequence import Plan
+from vkit.sequence import Plan, StepSamples
+from vkit.speculation.checkpoints import DraftPlan, has_draft_head, plan_drafts
+from vkit.speculation.drafter import Drafter, ModelProposer
+from vkit.speculation.proposer import Drafts, Proposer
+from vkit.speculation.support import check_plugins, check_processors, make_proposer
 from vkit.structured.compiler import GrammarCompiler, require_backend
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
 from vkit.types import ReasoningMarks
+from vkit.weight_offload import ExpertCacheSize, OffloadConfig
 
 logger = logging.getLogger("vkit")
 
@@ -62,26 +75,65 @@ _PROCESSOR_METHODS = ("is_argmax_invariant", "update_state", "apply")
 DEFAULT_CONTEXT = 2048
 """Context limit of a model whose configuration names none."""
 
+_TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class ResidentModel:
     """The model and its runner while they are in memory, and the way back when they are not."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, progress: ProgressCallback | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        progress: ProgressCallback | None,
+        worker: WorkerSide | None = None,
+        drafting: DraftPlan | None = None,
+    ) -> None:
+        """`worker` moves cache entries for a connector. `drafting`: how tokens are drafted, if they are."""
         self._checkpoint = checkpoint
         self._config = config
+        self._worker = worker
+        self._drafting = drafting
+        self._drafter: Drafter | None = None
+        self._reader: FileReader | None = None
         self._switch = AdapterSwitch() if config.enable_lora else None
         self._model: CausalLM | None = self._build(progress)
-        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, self._switch)
+        self._runner: Runner | None = self._new_runner()
 
     def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
-        model = build_model(self._checkpoint, self._config, progress)
+        config, drafting = self._config, self._drafting
+        has_head = has_draft_head(config.speculation, self._checkpoint)
+        model = build_model(self._checkpoint, config, progress, has_draft_head=has_head)
+        if config.offload_config is not None or config.moe_expert_cache is not None:
+            plan = _offload_plan(model, self._checkpoint, config.offload_config, config.moe_expert_cache)
+            self._reader = apply_offload(model, self._checkpoint, plan)
         if self._switch is not None:
             let_listen(model, self._switch)
+        if drafting is not None and drafting.drafts_with_model:
+            self._drafter = drafting.build(model, config)
         return model
 
     copies_states = Runner.copies_states
+
+    def _new_runner(self) -> Runner:
+        assert self._model is not None, "weights come before the cache"
+        config = self._config
+        specs = self._drafting.specs if self._drafting is not None else ()
+        return Runner(
+            self._model,
+            config,
+            config.num_blocks,
+            self._switch,
+            self._worker,
+            drafter=self._drafter,
+            draft_specs=specs,
+        )
+
+    def draft(self, plan: Plan, samples: StepSamples) -> list[Drafts]:
+        """Drafts for each item of the step that was run last."""
+        assert self._runner is not None, "a sleeping model runs no steps"
+        return self._runner.draft(plan, samples)
 
     def prepare(self, plan: Plan) -> PreparedStep:
         """Host work of a step."""
@@ -93,11 +145,22 @@ class ResidentModel:
         assert self._runner is not None, "a sleeping model runs no steps"
         return self._runner.execute(step)
 
+    def exchange(self, meta: Any) -> None:
+        """Let a cache connector work without a step."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        self._runner.exchange(meta)
+
+    def transfer_report(self) -> TransferReport:
+        """What became of a connector's loads and sends."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        return self._runner.transfer_report()
+
     def sleep(self, level: int) -> None:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
         self._runner = None
         if level == 2 or self._config.device != "cpu":
-            self._model = None
+            self._drafter = None
+            self._drop_model()
 
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
@@ -106,12 +169,21 @@ class ResidentModel:
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
-            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._switch)
+            self._runner = self._new_runner()
 
     def close(self) -> None:
         """Free everything."""
-        self._runner = self._model = None
+        self._runner = self._drafter = None
+        self._drop_model()
         self._checkpoint.close()
+        if self._drafting is not None:
+            self._drafting.close()
+
+    def _drop_model(self) -> None:
+        self._model = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
 @dataclass(slots=True)
@@ -251,6 +323,9 @@ class CheckedModel:
     """Batch-level logits processors, installed and named."""
     embedding: EmbeddingForm | None = None
     adapters: AdapterRegistry | None = None
+    media: MediaProcessor | None = None
+    drafting: DraftPlan | None = None
+    """How tokens are drafted, if they are."""
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -261,14 +336,22 @@ class CheckedModel:
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
         torch.set_num_threads(config.threads)
         kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
-        resident = ResidentModel(checkpoint, config, progress)
+        groups = group_layers(list(self.cache_specs))
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins = [processor.build(vocab_size) for processor in self.processors]
         checks = tuple(processor.check for processor in self.processors if processor.check is not None)
-        groups = group_layers(list(self.cache_specs))
+        if self.drafting is not None:
+            check_plugins(plugins)
+            checks = (*checks, check_processors)
+        announced = _Announced()
+        connector = self._connector(groups, announced)
+        worker = None if connector is None else connector.worker
+        resident = ResidentModel(checkpoint, config, progress, worker, self.drafting)
+        proposer = _proposer(self.drafting, resident) if self.drafting is not None else None
         embedding = self.embedding
         own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
-        engine = Engine(own, resident, groups, tokenizer, plugins=plugins)
+        engine = Engine(own, resident, groups, tokenizer, plugins=plugins, proposer=proposer, connector=connector)
+        announced.engine = engine
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -279,6 +362,12 @@ class CheckedModel:
             compile_grammar=grammars.compile,
             reasoning_marks=_marks_of(self.parsers) if self.parsers.parses_reasoning else None,
             checks=checks,
+            media=self.media,
+            media_limits={
+                kind: config.limit_mm_per_prompt[kind] for kind in KINDS if kind in config.limit_mm_per_prompt
+            },
+            max_whole_media=_max_whole_media(config),
+            splits_media=not config.disable_chunked_mm_input,
             embeds=embedding is not None,
             find_adapter=self.adapters.find if self.adapters is not None else None,
         )
@@ -304,6 +393,34 @@ class CheckedModel:
             adapters=self.adapters,
         )
 
+    def _connector(self, groups: list[CacheGroup], announced: _Announced) -> KVConnector | None:
+        chosen = self.config.kv_transfer_config
+        if chosen is None:
+            return None
+        return make_connector(
+            ConnectorContext(
+                config=chosen,
+                groups=tuple(groups),
+                block_size=self.config.block_size,
+                identity=cache_identity(self.config, self.checkpoint, self.cache_specs),
+                model_name=self.checkpoint.name,
+                dtype=self.config.kv_cache_dtype,
+                specs=tuple(self.cache_specs),
+                notify=announced,
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Announced:
+    """Wakes the engine, once there is one."""
+
+    engine: Engine | None = None
+
+    def __call__(self) -> None:
+        if self.engine is not None:
+            self.engine.wake()
+
 
 def check_model(args: EngineArgs) -> CheckedModel:
     """The model that `args` names, checked; no weight byte is read.
@@ -318,6 +435,8 @@ def check_model(args: EngineArgs) -> CheckedModel:
         require_backend("--enable-jump-forward")
     device = find_device(args.device)
     checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
+    if args.mmproj is not None:
+        checkpoint = ProjectedCheckpoint(checkpoint, Path(args.mmproj), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
         if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
@@ -334,14 +453,57 @@ def check_model(args: EngineArgs) -> CheckedModel:
         chat_template=template.source if template is not None else None,
         text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
     )
-    facts, specs = describe_model(checkpoint, args, device)
+    described = describe_model(checkpoint, args, device)
     embeds = getattr(model_class(checkpoint.architecture), "embeds", False)
     embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
+    media = _media_processor(checkpoint, args, device, tokenizer)
+    facts = dataclasses.replace(described.facts, media_kinds=media.kinds if media is not None else ())
     config = args.resolve(facts, _device_facts(device))
+    if described.drafting is not None:
+        if described.drafting.drafts_with_model and args.kv_transfer_config is not None:
+            method = described.drafting.settings.method
+            raise UsageError(
+                f"--kv-transfer-config: cannot go with drafts of {method}, whose own cache entries no connector keeps",
+                remedy="use the ngram method, or leave one of them out",
+            )
+        if embedding is not None:
+            raise UsageError(f"--speculative-config: {checkpoint.name} makes embeddings and generates no tokens")
+        config = dataclasses.replace(config, speculation=described.drafting.settings)
     for note in config.notes:
         logger.warning("%s", note)
     adapters = _adapters(checkpoint, config) if config.enable_lora else None
-    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding, adapters)
+    return CheckedModel(
+        config,
+        checkpoint,
+        tokenizer,
+        template,
+        described.specs,
+        parsers,
+        processors,
+        embedding,
+        adapters,
+        media,
+        described.drafting,
+    )
+
+
+def _media_processor(
+    checkpoint: Checkpoint, args: EngineArgs, device: Device, tokenizer: Tokenizer
+) -> MediaProcessor | None:
+    """How the model takes media; None if it takes text only."""
+    context = MediaContext(
+        checkpoint.preprocessor_config("image"),
+        checkpoint.preprocessor_config("video"),
+        tokenizer.token_text,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.token_id,
+    )
+    return create_model(checkpoint, _provisional(args, checkpoint, device)).media_processor(context)
+
+
+def _max_whole_media(config: EngineConfig) -> int:
+    """Most tokens of one item that a step can hold."""
+    return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
 
 
 def _adapters(checkpoint: Checkpoint, config: EngineConfig) -> AdapterRegistry:
@@ -352,16 +514,59 @@ def _adapters(checkpoint: Checkpoint, config: EngineConfig) -> AdapterRegistry:
     return open_adapters(checkpoint, config, {name: Path(path) for name, path in modules.items()})
 
 
-def describe_model(
-    checkpoint: Checkpoint, args: EngineArgs, device: Device
-) -> tuple[ModelFacts, list[LayerCacheSpec | None]]:
-    """What settings depend on, and what each layer caches; no weight byte is read.
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What is known of a model without its weights."""
+
+    facts: ModelFacts
+    """What settings depend on."""
+    specs: list[LayerCacheSpec | None]
+    """What each layer caches, those of a drafter last."""
+    drafting: DraftPlan | None
+
+
+def describe_model(checkpoint: Checkpoint, args: EngineArgs, device: Device) -> ModelDescription:
+    """The description of a model; no weight byte is read.
 
     Raises:
         ModelLoadError: the architecture is not computed here, or its configuration contradicts itself.
+        UsageError: tokens cannot be drafted as asked.
     """
-    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
-    return _model_facts(checkpoint, args, specs), specs
+    provisional = _provisional(args, checkpoint, device)
+    model = create_model(checkpoint, provisional, has_draft_head=has_draft_head(args.speculation, checkpoint))
+    drafting = None
+    specs = model.cache_specs()
+    if args.speculation is not None:
+        drafting = plan_drafts(args.speculation, checkpoint, model, provisional, use_mmap=not args.no_mmap)
+        specs += drafting.specs
+    facts = _model_facts(checkpoint, args, specs, drafting)
+    offload, experts = args.offload_config, args.moe_expert_cache
+    if isinstance(offload, OffloadConfig) or isinstance(experts, ExpertCacheSize):
+        assert offload is None or isinstance(offload, OffloadConfig)
+        assert experts is None or isinstance(experts, ExpertCacheSize)
+        plan = _offload_plan(model, checkpoint, offload, experts)
+        facts = dataclasses.replace(facts, num_weight_bytes=max(0, facts.num_weight_bytes - plan.saved_bytes))
+    return ModelDescription(facts, specs, drafting)
+
+
+def _proposer(drafting: DraftPlan, resident: ResidentModel) -> Proposer:
+    if not drafting.drafts_with_model:
+        return make_proposer(drafting.settings)
+    return ModelProposer(
+        resident,
+        max_drafts=drafting.num_drafts,
+        num_lookahead=drafting.num_lookahead,
+        needs_hidden_states=drafting.settings.method == "mtp",
+    )
+
+
+def _offload_plan(
+    model: CausalLM, checkpoint: Checkpoint, offload: OffloadConfig | None, experts: ExpertCacheSize | None
+) -> OffloadPlan:
+    top_k = HFConfig(checkpoint.config).optional_integer(*_TOP_K_KEYS)
+    if experts is not None and top_k is None:
+        raise UsageError(f"--moe-expert-cache: {checkpoint.name} does not say how many experts a token chooses")
+    return plan_offload(model, checkpoint, offload, experts, top_k or 1)
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
@@ -384,6 +589,8 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
+        max_num_encoder_input_tokens=config.max_num_encoder_input_tokens,
+        disable_chunked_mm_input=config.disable_chunked_mm_input,
         max_loras=config.max_loras,
     )
     return EngineSettings(
@@ -399,6 +606,10 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
         cache_dtype=config.kv_cache_dtype,
+        prefix_caching_seed=None if config.kv_transfer_config is None else SHARED_HASH_SEED,
+        loads_kv=config.kv_transfer_config is None or config.kv_transfer_config.loads,
+        recomputes_kv=config.kv_transfer_config is not None
+        and config.kv_transfer_config.kv_load_failure_policy == "recompute",
         measures_blocks=config.kv_cache_metrics,
         pooling=pooling,
     )
@@ -430,12 +641,16 @@ def _device_facts(device: Device) -> DeviceFacts:
     )
 
 
-def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCacheSpec | None]) -> ModelFacts:
+def _model_facts(
+    checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCacheSpec | None], drafting: DraftPlan | None
+) -> ModelFacts:
     groups = []
+    num_states = 1 + (drafting.num_drafts if drafting is not None else 0)
     for group in group_layers(specs):
         units = [spec.bytes_per_unit for spec in (specs[layer] for layer in group.layers) if spec is not None]
         granule = max(spec.granule for spec in (specs[layer] for layer in group.layers) if spec is not None)
-        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window, granule))
+        sizes = (str(group.kind), len(group.layers), max(units), group.window, granule, num_states)
+        groups.append(CacheGroupFacts(*sizes))
     config = HFConfig(checkpoint.config)
     num_experts = config.optional_integer(*_EXPERT_KEYS)
     per_token, per_seq = _activation_bytes(config)
@@ -445,7 +660,7 @@ def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCach
         format=checkpoint.format,
         dtype=_checkpoint_dtype(checkpoint),
         max_model_len=_context_limit(checkpoint),
-        num_weight_bytes=checkpoint.num_weight_bytes,
+        num_weight_bytes=checkpoint.num_weight_bytes + (drafting.num_weight_bytes if drafting is not None else 0),
         cache_groups=tuple(groups),
         is_moe=num_experts is not None and num_experts > 1,
         num_activation_bytes=(args.max_num_batched_tokens or 2048) * per_token + args.max_num_seqs * per_seq,
@@ -543,4 +758,14 @@ def _class_at(path: str) -> Any:
 def _shown(config: EngineConfig) -> dict[str, Any]:
     """The configuration in plain JSON values."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    if config.speculation is not None:
+        values["speculation"] = dataclasses.asdict(config.speculation)
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, KVTransferConfig):
+        return {**value.as_json(), "kv_connector_extra_config": "set" if value.kv_connector_extra_config else None}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return dict(value) if isinstance(value, Mapping) else value

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from vkit import kernels
 from vkit.batch import Batch, BatchBuilder
+from vkit.cache.connector import TransferReport, WorkerSide
+from vkit.cache.groups import LayerCacheSpec
 from vkit.cache.store import TensorStore
 from vkit.encoding import MediaEncoder, MediaStep
 from vkit.layers import AdapterSwitch, AdapterWeights
 from vkit.models.base import CausalLM
-from vkit.sequence import Plan, StateCopy
+from vkit.sequence import Plan, StateCopy, StepSamples
+from vkit.speculation.drafter import Drafter, ObservedStep
+from vkit.speculation.proposer import Drafts
 
 
 class RunnerConfig(Protocol):
@@ -55,6 +60,7 @@ class PreparedStep:
     media: MediaStep
     adapters: list[tuple[Tensor | None, AdapterWeights]]
     """Rows of the batch's tokens, None for all of them, and the adapter they run with."""
+    connector_meta: Any = None
 
 
 class Runner:
@@ -64,13 +70,28 @@ class Runner:
     """Whether plans may ask for states to be copied, so that prefixes of recurrent models can be reused."""
 
     def __init__(
-        self, model: CausalLM, config: RunnerConfig, num_blocks: int, adapters: AdapterSwitch | None = None
+        self,
+        model: CausalLM,
+        config: RunnerConfig,
+        num_blocks: int,
+        adapters: AdapterSwitch | None = None,
+        worker: WorkerSide | None = None,
+        *,
+        drafter: Drafter | None = None,
+        draft_specs: Sequence[LayerCacheSpec | None] = (),
     ) -> None:
-        """`adapters`: what the model's linear layers listen to, where requests may choose adapters."""
+        """`adapters`: what the model's linear layers listen to, where requests may choose adapters.
+
+        `worker` moves cache entries for a connector. `draft_specs`: what the drafter's own layers keep, which are
+        numbered after the model's.
+        """
         self.model = model
+        self._worker = worker
         self._adapters = adapters
         self._device = device = torch.device(config.device)
-        specs = model.cache_specs()
+        specs = [*model.cache_specs(), *draft_specs]
+        self.drafter = drafter
+        self._observed: tuple[Batch, Tensor, list[Tensor]] | None = None
         self.store = TensorStore(
             specs,
             num_blocks=num_blocks,
@@ -86,12 +107,23 @@ class Runner:
             device=device,
         )
         self._media = MediaEncoder(model.encode_media, device)
-        self._step = kernels.wrap_step(device.type, self._run)
+        needs_streams = drafter is not None and (drafter.needs_hidden or drafter.tapped_layers)
+        # A recorded step hands out its logits alone.
+        self._step = self._run if needs_streams else kernels.wrap_step(device.type, self._run)
+        self._pages = {
+            f"layers.{layer}": slab
+            for group in self.store.groups
+            for slab, layer in zip(self.store.slabs, group.layers, strict=False)
+        }
+        if worker is not None:
+            worker.register_kv_caches(self._pages)
 
     def prepare(self, plan: Plan) -> PreparedStep:
         """Everything of a step but its arithmetic; to be done before the next plan is made."""
         adapters = _adapter_rows(plan, self._device) if self._adapters is not None else []
-        return PreparedStep(self._builder.build(plan), plan.state_copies, MediaEncoder.prepare(plan), adapters)
+        return PreparedStep(
+            self._builder.build(plan), plan.state_copies, MediaEncoder.prepare(plan), adapters, plan.connector_meta
+        )
 
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order.
@@ -100,12 +132,47 @@ class Runner:
         """
         for copy in step.state_copies:
             self.store.copy_block(copy.group, copy.source, copy.target)
+        if self._worker is None:
+            return self._pass(step)
+        self._load(step.connector_meta)
+        logits = self._pass(step)
+        self._save()
+        return logits
+
+    def exchange(self, meta: Any) -> None:
+        """Load and store what a connector's `meta` asks for, without a step."""
+        self._load(meta)
+        self._save()
+
+    def transfer_report(self) -> TransferReport:
+        """What became of loads and sends since the last call."""
+        assert self._worker is not None, "only asked where there is a connector"
+        sent, received = self._worker.get_finished()
+        return TransferReport(sent, received, self._worker.get_block_ids_with_load_errors())
+
+    def _load(self, meta: Any) -> None:
+        """The whole pass may be one native call, so every layer's entries must be there before it."""
+        assert self._worker is not None
+        self._worker.start_load_kv(meta)
+        for name in self._pages:
+            self._worker.wait_for_layer_load(name)
+
+    def _save(self) -> None:
+        assert self._worker is not None
+        for name, pages in self._pages.items():
+            self._worker.save_kv_layer(name, pages)
+        self._worker.wait_for_save()
+
+    def _pass(self, step: PreparedStep) -> Tensor:
         batch = step.batch
         batch.media = self._media.run(step.media)
+        if self.drafter is not None:
+            batch.taps = dict.fromkeys(self.drafter.tapped_layers)
+            self._observed = batch, torch.empty(0), []
         if step.adapters:
             return self._run_adapted(batch, step.adapters)
-        if batch.media is not None or batch.axis_positions is not None:
-            return self._run(batch)  # recorded steps know tokens alone
+        if batch.media is not None or batch.axis_positions is not None or batch.state_targets is not None:
+            return self._run(batch)  # recorded steps know tokens alone, and one state per sequence
         return self._step(batch)
 
     def _run_adapted(self, batch: Batch, adapters: list[tuple[Tensor | None, AdapterWeights]]) -> Tensor:
@@ -122,8 +189,18 @@ class Runner:
         return self.execute(self.prepare(plan))
 
     @torch.inference_mode()
+    def draft(self, plan: Plan, samples: StepSamples) -> list[Drafts]:
+        """Drafts for each item of the plan that was executed last, before it is booked."""
+        assert self.drafter is not None, "asked of a runner with a drafter"
+        assert self._observed is not None, "asked after a step"
+        batch, hidden, taps = self._observed
+        self._observed = None
+        return self.drafter.draft(ObservedStep(plan.scheduled, samples.token_ids, batch, hidden, taps), self._builder)
+
     def _run(self, batch: Batch) -> Tensor:
         hidden = self.model.forward(batch)
+        if self._observed is not None and self._observed[0] is batch:
+            self._observed = batch, hidden, [tap for tap in (batch.taps or {}).values() if tap is not None]
         return self.model.compute_logits(kernels.embedding(batch.logits_rows, hidden))
 
 

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
 
-from vkit.kernels.build import BuildError, Unit, build_library
+from vkit.kernels.build import build_library
+from vkit.kernels.compiler import BuildError, Unit, source_key
+from vkit.kernels.cpu.sources import FLAGS, LEVEL_FLAGS, compiler_calls, library_name
+
+logger = logging.getLogger("vkit.kernels")
 
 LEVEL_VARIABLE = "VKIT_CPU_LEVEL"
-LEVEL_FLAGS: dict[str, tuple[str, ...]] = {
-    "scalar": (),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512vnni": (
-        *("-mavx2", "-mfma", "-mf16c"),
-        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
-    ),
-}
-"""Levels from the lowest to the highest, and the instructions each may use."""
-
-_X86 = ("x86_64", "AMD64")
-_FLAGS = (
-    *("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
-    "-ffp-contract=off",  # a fused multiply-add is written as one, so that levels and tile heights agree
-)
-
 ABI: Final = 2
 ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = -1, -2, -3
 FLAG_INDEPENDENT = 1
@@ -176,7 +164,7 @@ class Library:
         self._c.vk_free(address)
 
     def release_mapping(self, address: int, num_bytes: int) -> None:
-        """Tell the system that these pages of a mapped file need not stay in memory."""
+        """Give pages of a file mapped for reading back; the system's cache keeps them. Other memory stays as it is."""
         self._c.vk_release_mapping(address, num_bytes)
 
 
@@ -215,13 +203,32 @@ def load_library() -> Library:
     wanted = os.environ.get(LEVEL_VARIABLE)
     if wanted is not None and wanted not in LEVEL_FLAGS:
         raise ValueError(f"{LEVEL_VARIABLE}={wanted}: expected one of {', '.join(LEVEL_FLAGS)}")
-    folder = Path(__file__).parent
-    levels = [name for name in LEVEL_FLAGS if name == "scalar" or platform.machine() in _X86]
-    units = [Unit(folder / "level.cpp", (f"-DVK_LEVEL_NAME={name}", *LEVEL_FLAGS[name])) for name in reversed(levels)]
-    try:
-        path = build_library("cpu", [*units, Unit(folder / "core.cpp", ())], list(folder.glob("*.h")), _FLAGS)
-    except BuildError as error:
-        raise LibraryError(str(error)) from error
-    library = Library(path)
+    library = _installed() or _built()
     library.use_level(wanted if wanted is not None else library.levels[-1])
     return library
+
+
+def _installed() -> Library | None:
+    """The library that was compiled when the package was, if it fits its sources and this machine."""
+    path = _FOLDER / library_name(source_key(*_sources(), FLAGS))
+    if not path.exists():
+        return None
+    try:
+        return Library(path)
+    except LibraryError as reason:
+        logger.warning("the kernels in the package are not used: %s", reason)
+        return None
+
+
+def _built() -> Library:
+    try:
+        return Library(build_library("cpu", *_sources(), FLAGS))
+    except BuildError as error:
+        raise LibraryError(str(error)) from error
+
+
+_FOLDER = Path(__file__).parent
+
+
+def _sources() -> tuple[list[Unit], list[Path]]:
+    return [Unit(*call) for call in compiler_calls(_FOLDER)], list(_FOLDER.glob("*.h"))

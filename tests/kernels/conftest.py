@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from vkit import kernels
-from vkit.kernels.cpu.library import LEVEL_FLAGS, Library, LibraryError, load_library
+from vkit.kernels.cpu.library import Library, LibraryError, load_library
 from vkit.kernels.cpu.ops import Operations
+from vkit.kernels.cpu.sources import LEVEL_FLAGS
 from vkit.kernels.dispatch import REFERENCE
 from vkit.kernels.reference import OPS
 

@@ -20,9 +20,12 @@ TOLERANCE = 5e-4
 BACKENDS = ["reference", *(backend.name for backend in kernels.backends("cpu"))]
 
 
-def media_input(kind: MediaKind, features: torch.Tensor, grid: tuple[int, int, int], num_rows: int) -> MediaInput:
+def media_input(
+    kind: MediaKind, features: torch.Tensor, grid: tuple[int, int, int], num_rows: int, *, sees_itself: bool = False
+) -> MediaInput:
     array = features.numpy().astype(np.float32)
-    return MediaInput(kind, array.tobytes()[:64], array, grid, num_rows, (PADS[kind],) * num_rows, PADS[kind])
+    pads = (PADS[kind],) * num_rows
+    return MediaInput(kind, array.tobytes()[:64], array, grid, num_rows, pads, PADS[kind], sees_itself)
 
 
 def grid_inputs(golden: Any) -> list[MediaInput]:
@@ -42,6 +45,24 @@ def qwen_prompt(golden: Any) -> PlacedPrompt:
     np.testing.assert_array_equal(positions, golden.tensors["mm_positions"].numpy())
     assert delta == golden.tensors["mm_rope_delta"].item()
     return PlacedPrompt(ids, placed, positions, delta)
+
+
+def gemma_inputs(golden: Any) -> list[MediaInput]:
+    """The image of a golden, six soft tokens two rows high or three, and its sound."""
+    features = golden.tensors["pixel_values"]
+    places = golden.tensors["image_position_ids"]
+    grid = (1, int(places[:, 1].max()) + 1, int(places[:, 0].max()) + 1)
+    assert places.tolist() == [[x, y] for y in range(grid[1]) for x in range(grid[2])]
+    found = [media_input("image", features, grid, 6, sees_itself=True)]
+    if "audio_frames" in golden.tensors:
+        frames = golden.tensors["audio_frames"]
+        found.append(media_input("audio", frames, (len(frames), 1, 1), len(frames)))
+    return found
+
+
+def counted_prompt(golden: Any, inputs: list[MediaInput]) -> PlacedPrompt:
+    """A prompt whose positions just count."""
+    return PlacedPrompt(*place_media(golden.tensors["mm_input_ids"].tolist(), inputs, PADS))
 
 
 def continuations(driver: Any, prompts: dict[str, Any], chunk: int, steps: int = 16) -> dict[str, Any]:
@@ -134,6 +155,61 @@ def test_qwen(
     assert driver.media.num_hits >= 2, "the second request finds what the first had encoded"
 
 
+def test_rows_of_other_towers(
+    load_golden: Callable[..., Any], load_model: Callable[..., Any], make_options: Callable[..., Any]
+) -> None:
+    for name, inputs_of in (
+        ("muse_glimmer", grid_inputs),
+        ("gemma4_moe", gemma_inputs),
+        ("gemma4_unified", gemma_inputs),
+    ):
+        golden, model = load_golden(name), load_model(name, make_options())
+        for item in inputs_of(golden):
+            encoded = model.encode_media(item)
+            if item.kind != "audio":  # the golden has the frames of sound, not their rows
+                expected = golden.tensors[f"{item.kind}_embeds"]
+                torch.testing.assert_close(encoded.embeddings, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.parametrize(("block_size", "chunk"), [(4, 1), (16, 7), (4, 64)])
+def test_muse(
+    block_size: int,
+    chunk: int,
+    load_golden: Callable[..., Any],
+    load_model: Callable[..., Any],
+    make_driver: Callable[..., Any],
+    make_options: Callable[..., Any],
+) -> None:
+    golden, options = load_golden("muse_glimmer"), make_options(block_size=block_size)
+    driver = make_driver(load_model("muse_glimmer", options), options, seed=chunk)
+    prompt = counted_prompt(golden, grid_inputs(golden))
+    prompts = {"a": golden.prompt(), "mm": prompt, "b": golden.prompt("_b"), "again": prompt}
+    check(continuations(driver, prompts, chunk), golden, MIXED)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.parametrize(("block_size", "chunk"), [(4, 6), (16, 7), (4, 64)])
+@pytest.mark.parametrize("name", ["gemma4_moe", "gemma4_unified"])
+def test_gemma4(
+    name: str,
+    block_size: int,
+    chunk: int,
+    load_golden: Callable[..., Any],
+    load_model: Callable[..., Any],
+    make_driver: Callable[..., Any],
+    make_options: Callable[..., Any],
+) -> None:
+    """The tokens of an image see each other, so chunks hold all six of them."""
+    golden, options = load_golden(name), make_options(block_size=block_size)
+    driver = make_driver(load_model(name, options), options, seed=chunk)
+    prompt = counted_prompt(golden, gemma_inputs(golden))
+    prompts = {"a": golden.prompt(), "mm": prompt, "b": golden.prompt("_b"), "again": prompt}
+    check(continuations(driver, prompts, chunk), golden, MIXED)
+
+
 @pytest.mark.parametrize("max_rows", [1, 8, 13])
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
 def test_little_room_for_encoded_media(
@@ -162,4 +238,4 @@ def test_a_missing_vision_config_means_text_only(
     from vkit.models import MediaContext, build_model
 
     model = build_model(make_checkpoint("qwen3_vl", vision_config=None), make_options())
-    assert model.media_processor(MediaContext({}, {}, str, lambda text: [])) is None
+    assert model.media_processor(MediaContext({}, {}, str, lambda text: [], lambda text: None)) is None

@@ -24,6 +24,8 @@ class PrefixHit:
 
     num_tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
+    num_loaded: int = 0
+    """Of the tokens, those that a cache connector brought while the sequence waited; it holds its blocks already."""
 
 
 @dataclass(slots=True)
@@ -56,8 +58,14 @@ class KVCacheManager:
         max_model_len: int,
         max_step_tokens: int,
         hasher: BlockHasher | None = None,
+        num_state_rows: int = 1,
+        num_blocks_recomputed: int = 0,
     ) -> None:
-        """`hasher` None switches prefix caching off."""
+        """`hasher` None switches prefix caching off.
+
+        `num_state_rows`: blocks that a group of states gives each sequence. `num_blocks_recomputed`: blocks at the end
+        of what could be reused that are computed again, for a drafter that needs what the model made of them.
+        """
         self.groups = groups
         self.pool = pool
         self.block_size = block_size
@@ -65,7 +73,11 @@ class KVCacheManager:
         self._max_model_len = max_model_len
         self._max_step_tokens = max_step_tokens
         self._hasher = hasher
-        self._rules = [rules_of(group, block_size, caches_prefixes=hasher is not None) for group in groups]
+        self._num_recomputed = num_blocks_recomputed
+        self._rules = [
+            rules_of(group, block_size, caches_prefixes=hasher is not None, num_state_rows=num_state_rows)
+            for group in groups
+        ]
         self._is_state = [group.kind is CacheKind.STATE for group in groups]
         self._indices = range(len(groups))
         self._registered_in_pass: dict[str, list[int]] = {}
@@ -100,23 +112,40 @@ class KVCacheManager:
         return sum(rules.max_held(num_tokens, min(self._max_step_tokens, num_tokens)) for rules in self._rules)
 
     def find_hit(self, sequence: Sequence) -> PrefixHit:
-        """The longest reusable prefix that leaves at least one token to compute."""
+        """The longest reusable prefix that leaves at least one token to compute; what it holds, if it holds blocks."""
+        if sequence.block_ids:
+            return PrefixHit(sequence.num_computed_tokens, sequence.block_ids, sequence.num_external_tokens)
         if self._hasher is None or not sequence.reads_prefix_cache:
             return PrefixHit()
         self._hasher.extend(sequence)
         hashes = sequence.block_hashes
         lookups = [self._block_at(group, hashes) for group in self._indices]
         length = min(len(hashes), (sequence.num_tokens - 1) // self.block_size)
-        while True:
-            before = length
-            for rules, block_at in zip(self._rules, lookups, strict=True):
-                length = rules.longest_hit(block_at, length)
-            if length == before:
-                break
+        length = self._longest_hit(sequence, lookups, length)
+        if length and self._num_recomputed:
+            length = self._longest_hit(sequence, lookups, max(0, length - self._num_recomputed))
         if length == 0:
             return PrefixHit()
         tables = [rules.hit_table(block_at, length) for rules, block_at in zip(self._rules, lookups, strict=True)]
         return PrefixHit(length * self.block_size, tables)
+
+    def _longest_hit(self, sequence: Sequence, lookups: list[BlockAt], length: int) -> int:
+        """Leading blocks, at most `length`, that every group has."""
+        while True:
+            length = self._before_runs(sequence, length)
+            before = length
+            for rules, block_at in zip(self._rules, lookups, strict=True):
+                length = rules.longest_hit(block_at, length)
+            if length == before:
+                return length
+
+    def _before_runs(self, sequence: Sequence, length: int) -> int:
+        """At most `length` blocks, cut where they would end inside media tokens that see each other."""
+        for placed in sequence.media:
+            for first, beyond in placed.spans if placed.item.sees_itself else ():
+                if first < length * self.block_size < beyond:
+                    return first // self.block_size
+        return length
 
     def count_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Record a look-up that led to admission."""
@@ -124,11 +153,11 @@ class KVCacheManager:
             return
         if sequence.num_preemptions:
             self.stats.num_resumed_queries += sequence.num_tokens
-            self.stats.num_resumed_hits += hit.num_tokens
+            self.stats.num_resumed_hits += hit.num_tokens - hit.num_loaded
         else:
             self.stats.num_queries += sequence.num_tokens
-            self.stats.num_hits += hit.num_tokens
-            self.stats.recent.append((sequence.num_tokens, hit.num_tokens))
+            self.stats.num_hits += hit.num_tokens - hit.num_loaded
+            self.stats.recent.append((sequence.num_tokens, hit.num_tokens - hit.num_loaded))
 
     def can_hold_all(self, sequence: Sequence, hit: PrefixHit, num_reserved: int) -> bool:
         """Whether the blocks for all known tokens are free now, beyond what the hit provides."""
@@ -153,12 +182,14 @@ class KVCacheManager:
         *,
         num_lookahead: int = 0,
         num_reserved: int = 0,
+        num_external: int = 0,
     ) -> bool:
         """Give the sequence slots for its next tokens; False, and nothing is taken, when too few blocks are free.
 
         `hit` is given at admission only; the sequence then owns no blocks yet. `num_reserved` blocks stay free.
+        `num_external` tokens after the hit will be loaded and not computed.
         """
-        num_computed = hit.num_tokens if hit is not None else sequence.num_computed_tokens
+        num_computed = hit.num_tokens + num_external if hit is not None else sequence.num_computed_tokens
         if hit is None:
             self._release_outside_windows(sequence)
         tables = sequence.block_ids or (hit.tables if hit is not None and hit.tables else [[] for _ in self.groups])
@@ -177,9 +208,25 @@ class KVCacheManager:
         for group, count in enumerate(counts):
             if count > 0:
                 sequence.block_ids[group].extend(self.pool.get_new_blocks(count))
-        if self._hasher is not None:
+        if self._hasher is not None and not num_external and not sequence.is_loading:
             self._register_full_blocks(sequence, num_computed + num_new_tokens)
         return True
+
+    def move_state(self, sequence: Sequence, num_tokens: int) -> None:
+        """After a verification, which wrote the state after each token to a row of its own: go on from one of them."""
+        rows = next((len(sequence.block_ids[group]) for group in self._indices if self._is_state[group]), 0)
+        if rows:
+            sequence.state_row = (sequence.state_row + num_tokens) % rows
+
+    def register_loaded(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make blocks reusable whose bytes have been loaded: those of the first `num_tokens` tokens."""
+        if self._hasher is not None:
+            self._register_full_blocks(sequence, num_tokens, is_written=True)
+
+    def extend_hashes(self, sequence: Sequence) -> None:
+        """Bring the sequence's block hashes up to date."""
+        if self._hasher is not None:
+            self._hasher.extend(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Take back all blocks; deep ones are evicted before shallow ones."""
@@ -188,6 +235,7 @@ class KVCacheManager:
         sequence.block_ids = []
         sequence.num_released_blocks = []
         sequence.num_registered_blocks = []
+        sequence.state_row = 0
 
     def take_back_registrations(self, sequence: Sequence) -> None:
         """Forget what this pass registered for a sequence that leaves the plan: nobody will write those blocks."""
@@ -235,16 +283,17 @@ class KVCacheManager:
         for group in self._indices:
             if not self._is_state[group]:
                 continue
-            (saved,) = sequence.block_ids[group]
+            table = sequence.block_ids[group]
+            saved = table[sequence.state_row]
             (current,) = self.pool.get_new_blocks(1)
             self._state_copies.append(StateCopy(group, saved, current))
             if self.pool.key_of(saved) is None:
                 self.pool.register(saved, (group, block_hash))
             self.pool.free([saved])
-            sequence.block_ids[group] = [current]
+            table[sequence.state_row] = current
 
-    def _register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make blocks reusable that hold nothing but known tokens once this step has run."""
+    def _register_full_blocks(self, sequence: Sequence, num_tokens: int, *, is_written: bool = False) -> None:
+        """Make blocks reusable that hold nothing but known tokens once this step has run, or hold them already."""
         assert self._hasher is not None
         num_full = min(num_tokens, len(sequence.token_ids)) // self.block_size
         registered = sequence.num_registered_blocks
@@ -254,7 +303,7 @@ class KVCacheManager:
                 continue
             self._hasher.extend(sequence)
             table = sequence.block_ids[group]
-            stored = self._registered_in_pass.setdefault(sequence.id, [])
+            stored = [] if is_written else self._registered_in_pass.setdefault(sequence.id, [])
             for index in range(first, num_full):
                 if table[index] != NULL_BLOCK:
                     self.pool.register(table[index], (group, sequence.block_hashes[index]))

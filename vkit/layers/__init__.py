@@ -21,6 +21,7 @@ from vkit.layers.embedding import Embedding, LMHead, PositionEmbedding
 from vkit.layers.latent_attention import LatentAttention, LatentShape
 from vkit.layers.linear import ACTIVATIONS, Activation, GatedMLP, Linear, MergedLinear, PlainMLP
 from vkit.layers.mamba import Mamba2, MambaShape
+from vkit.layers.media_attention import attention_with_runs
 from vkit.layers.module import Module, Placement, TensorSlot
 from vkit.layers.moe import Experts, MoE, Router, Routing, SharedExpertMoE
 from vkit.layers.norm import LayerNorm, Norm, RMSNorm
@@ -74,6 +75,7 @@ __all__ = [
     "TensorSlot",
     "adapt",
     "adapter_targets",
+    "attention_with_runs",
     "with_media",
     "yarn_mscale",
 ]

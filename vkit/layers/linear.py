@@ -204,10 +204,13 @@ class PlainMLP(Module):
         bias: bool = True,
         names: tuple[str, str] = ("fc1", "fc2"),
         is_transposed: bool = False,
+        out_features: int | None = None,
     ) -> None:
+        """`out_features`: the width of the result, where it is not `hidden_size`."""
         self.names = {"fc1": names[0], "fc2": names[1]}
         self.fc1 = Linear(hidden_size, intermediate_size, bias=bias, is_transposed=is_transposed)
-        self.fc2 = Linear(intermediate_size, hidden_size, bias=bias, is_transposed=is_transposed)
+        out = hidden_size if out_features is None else out_features
+        self.fc2 = Linear(intermediate_size, out, bias=bias, is_transposed=is_transposed)
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:

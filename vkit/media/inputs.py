@@ -29,6 +29,8 @@ class MediaInput:
     """Token ids that take the place of the item's placeholder: `num_rows` pads, and ordinary tokens between them."""
     pad_id: int
     """The id of the pads."""
+    sees_itself: bool = False
+    """Whether its tokens see each other in the language model too, in both directions; a run is then computed whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

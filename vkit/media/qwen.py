@@ -5,8 +5,6 @@ Source: Qwen Team 2025, Qwen3-VL (published preprocessing).
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,17 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vkit.errors import InvalidRequest, ModelLoadError
+from vkit.errors import ModelLoadError
+from vkit.media.frames import fps_of, not_taken, padded_frames, prepared_digest, shown_frames
 from vkit.media.inputs import MediaInput, PlacedPrompt
 from vkit.media.items import AudioMedia, ImageMedia, Media, MediaKind, VideoMedia
 from vkit.media.placing import grid_positions, place_media
 from vkit.media.resize import resize
 from vkit.media.sampling import chosen_frames, fitted_size
-
-logger = logging.getLogger("vkit.media")
-
-DEFAULT_FPS = 24.0
-"""Assumed of a video that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +101,7 @@ class QwenMedia:
         """The pad of a kind between the marks of vision."""
         pad = {"image": self.marks.image, "video": self.marks.video}.get(kind)
         if pad is None:
-            raise InvalidRequest(f"{kind}: this model takes text and {', '.join(self.kinds)}", param=kind)
+            raise not_taken(kind, self.kinds)
         return "".join(map(self.token_text, (self.marks.vision_start, pad, self.marks.vision_end)))
 
     def prepare(self, media: Media) -> MediaInput:
@@ -115,7 +109,7 @@ class QwenMedia:
         if isinstance(media, ImageMedia):
             return self._image(media)
         if isinstance(media, AudioMedia):
-            raise InvalidRequest("audio: this model takes text and image, video", param="audio")
+            raise not_taken("audio", self.kinds)
         return self._video(media)
 
     def place(self, token_ids: Sequence[int], items: Sequence[MediaInput]) -> PlacedPrompt:
@@ -137,16 +131,18 @@ class QwenMedia:
         features, grid = self._patches(np.repeat(picture, self.temporal_patch_size, axis=0), rules)
         num_rows = features.shape[0] // self.merge_size**2
         pads = (self.marks.image,) * num_rows
-        digest = _derived(media.digest, self, grid)
+        digest = prepared_digest(media, self.image_rules, self.video_rules, self.frame_rules, grid)
         return MediaInput("image", digest, features, grid, num_rows, pads, self.marks.image)
 
     def _video(self, media: VideoMedia) -> MediaInput:
         rules, factor = self.video_rules, self.patch_size * self.merge_size
-        fps = media.fps
-        if fps is None:
-            logger.warning("a video of unknown rate is taken for one of %g frames per second", DEFAULT_FPS)
-            fps = DEFAULT_FPS
-        frames, indices = self._chosen(media, fps)
+        fps, chosen = fps_of(media), self.frame_rules
+        frames, indices = shown_frames(
+            media,
+            lambda total: chosen_frames(
+                total, fps, wanted_fps=chosen.fps, min_frames=chosen.min_frames, max_frames=chosen.max_frames
+            ),
+        )
         height, width = fitted_size(
             *frames.shape[1:3],
             factor=factor,
@@ -154,23 +150,12 @@ class QwenMedia:
             max_pixels=rules.max_pixels,
             num_frames=len(frames),
         )
-        missing = -len(frames) % self.temporal_patch_size
-        frames = resize(frames, height, width)
-        frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
+        frames = padded_frames(resize(frames, height, width), self.temporal_patch_size)
         features, grid = self._patches(frames, rules)
         num_rows = features.shape[0] // self.merge_size**2
         replacement = self._frame_tokens(self.timestamps(indices, fps), num_rows // grid[0])
-        digest = _derived(media.digest, self, grid)
+        digest = prepared_digest(media, self.image_rules, self.video_rules, self.frame_rules, grid)
         return MediaInput("video", digest, features, grid, num_rows, replacement, self.marks.video)
-
-    def _chosen(self, media: VideoMedia, fps: float) -> tuple[NDArray[np.uint8], list[int]]:
-        if media.indices is not None:
-            return media.frames, list(media.indices)
-        rules = self.frame_rules
-        indices = chosen_frames(
-            len(media.frames), fps, wanted_fps=rules.fps, min_frames=rules.min_frames, max_frames=rules.max_frames
-        )
-        return media.frames[indices], indices
 
     def timestamps(self, indices: Sequence[int], fps: float) -> list[float]:
         """Seconds of each temporal patch: the mean of its first and its last frame's."""
@@ -193,14 +178,8 @@ class QwenMedia:
         t, m, p = self.temporal_patch_size, self.merge_size, self.patch_size
         count, height, width, _ = frames.shape
         grid = (count // t, height // p, width // p)
-        spread = frames.astype(np.float32) / 255.0
-        spread = (spread - np.array(rules.mean, np.float32)) / np.array(rules.std, np.float32)
+        mean, std = np.array(rules.mean, np.float32), np.array(rules.std, np.float32)
+        spread: NDArray[np.float32] = ((frames.astype(np.float32) / 255.0 - mean) / std).astype(np.float32)
         cut = spread.reshape(grid[0], t, grid[1] // m, m, p, grid[2] // m, m, p, 3)
         ordered = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
         return np.ascontiguousarray(ordered).reshape(grid[0] * grid[1] * grid[2], 3 * t * p * p), grid
-
-
-def _derived(content: bytes, processor: QwenMedia, grid: tuple[int, int, int]) -> bytes:
-    """A digest of the content and of how it was prepared."""
-    rules = (processor.image_rules, processor.video_rules, processor.frame_rules, grid)
-    return hashlib.sha256(content + repr(rules).encode()).digest()

@@ -122,7 +122,7 @@ async def _is_private(host: str, port: int) -> bool:
         found = await asyncio.get_running_loop().getaddrinfo(host, port)
     except OSError:
         return False  # the download will say so
-    addresses = [ipaddress.ip_address(entry[4][0].partition("%")[0]) for entry in found]
+    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
     return any(not address.is_global for address in addresses)
 
 

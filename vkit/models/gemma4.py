@@ -1,12 +1,14 @@
-"""Gemma 4, text: two head widths, keys shared between layers, inputs of each layer's own, experts beside the MLP.
+"""Gemma 4: two head widths, keys shared between layers, inputs of each layer's own, experts beside the MLP.
 
-Checkpoints with towers answer text requests; the towers' tensors are left in the file.
+Images are seen; sound is heard by the unified export alone: the other's audio tower stays in the file.
 Source: Gemma Team 2026 (published configuration and weights of Gemma 4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from vkit import kernels
 from vkit.batch import Batch
 from vkit.errors import ModelLoadError
+from vkit.kernels import PagedBatch
 from vkit.layers import (
     Attention,
     Decoder,
@@ -32,8 +35,13 @@ from vkit.layers import (
     RotaryEmbedding,
     Stream,
     TensorSlot,
+    attention_with_runs,
+    with_media,
 )
-from vkit.models.base import CausalLM, ModelConfig
+from vkit.media import MediaInput, MediaProcessor
+from vkit.media.gemma4 import GemmaMarks, GemmaMedia
+from vkit.models.base import CausalLM, EncodedMedia, MediaContext, ModelConfig
+from vkit.models.gemma4_vision import GemmaVisionTower, SoftTokens, UnifiedPixels
 from vkit.models.hf_config import HFConfig
 from vkit.quantization import Weight
 
@@ -43,7 +51,9 @@ FULL = "full_attention"
 class Gemma4Attention(Attention):
     """Head norms on q, k and v (v's without weight), scores unscaled; values may be the unnormed keys."""
 
+    takes_cache_scales = False  # layers that borrow these keys would have to know
     v_norm: RMSNorm
+    sight: Sight
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, H) -> (T, H)."""
@@ -53,6 +63,26 @@ class Gemma4Attention(Attention):
         v = projected[:, -keys:]  # the keys themselves, where no values are projected
         v = self.v_norm(v.unflatten(-1, (-1, self._head_dim)))
         return self.o_proj(self.attend(q, k, v, batch).flatten(1))
+
+    def look_up(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, paged: PagedBatch) -> Tensor:
+        """Queries (T, heads, D) against what the cache holds -> (T, heads, D)."""
+        return self.sight.attend(q, k_cache, v_cache, batch, paged, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which tokens of a picture see each other: none, those of a window's layers, or all."""
+
+    has_runs: bool
+    reaches_run: bool
+
+    def attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, paged: PagedBatch, window: int | None
+    ) -> Tensor:
+        """Queries (T, heads, D) against what the cache holds -> (T, heads, D)."""
+        if batch.spans is None or not self.has_runs:
+            return kernels.paged_attention(q, k_cache, v_cache, paged, 1.0, window)
+        return attention_with_runs(q, k_cache, v_cache, paged, batch.spans, 1.0, window, reaches_run=self.reaches_run)
 
 
 class BorrowingAttention(Module):
@@ -66,9 +96,11 @@ class BorrowingAttention(Module):
         q_norm: RMSNorm,
         rotary: RotaryEmbedding,
         window: int | None,
+        sight: Sight,
     ) -> None:
         self._source = source
         self._window = window
+        self._sight = sight
         self.q_proj = Linear(hidden_size, num_heads * q_norm.width)
         self.q_norm = q_norm
         self.o_proj = Linear(num_heads * q_norm.width, hidden_size)
@@ -79,7 +111,7 @@ class BorrowingAttention(Module):
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.q_norm.width)))
         kernels.rope(q, None, batch.positions, self.rotary.cos_sin)
         k_cache, v_cache, paged = batch.kv(self._source)
-        out = kernels.paged_attention(q, k_cache, v_cache, paged, 1.0, self._window)
+        out = self._sight.attend(q, k_cache, v_cache, batch, paged, self._window)
         return self.o_proj(out.flatten(1))
 
 
@@ -191,7 +223,7 @@ class Gemma4Decoder(Decoder):
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states (T, H) after the final norm."""
         ids = kernels.replace_ids(batch.token_ids, self._placeholders, self._pad)
-        hidden = kernels.scale(self.embed_tokens(ids), self._embedding_multiplier)
+        hidden = with_media(kernels.scale(self.embed_tokens(ids), self._embedding_multiplier), batch)
         inputs = self._inputs(ids, hidden) if self._input_width else None
         for index, layer in enumerate(self._blocks):
             hidden = layer.run(hidden, None if inputs is None else inputs[:, index], batch)
@@ -206,13 +238,25 @@ class Gemma4Decoder(Decoder):
 
 
 class Gemma4ForConditionalGeneration(CausalLM):
-    """Gemma 4 of any size, for text."""
+    """Gemma 4 of any size; it sees images if the file has a vision tower."""
 
-    names: Mapping[str, str] = {"model": "model.language_model"}
-    ignored_tensors = (r"model\.(vision_tower|embed_vision|audio_tower|embed_audio|vision_embedder)\..*",)
+    names: Mapping[str, str] = {
+        "model": "model.language_model",
+        "vision_tower": "model.vision_tower",
+        "vision_embedder": "model.vision_embedder",
+        "embed_vision": "model.embed_vision",
+        "embed_audio": "model.embed_audio",
+    }
+    sees_across_windows = False
+    """Whether tokens of a picture see all of it on every layer, rather than on those with a window."""
 
     def __init__(self, config: HFConfig, options: ModelConfig) -> None:
         super().__init__(config, options)
+        direction = config.values.get("use_bidirectional_attention")
+        if direction not in (None, "vision"):
+            raise ModelLoadError(f"config.json: use_bidirectional_attention {direction!r} is not supported")
+        self.sees_itself = direction == "vision"
+        self.make_towers()
         self.num_layers = config.integer("num_hidden_layers")
         types = config.layer_types(self.num_layers)
         if types is None:
@@ -276,6 +320,7 @@ class Gemma4ForConditionalGeneration(CausalLM):
             qkv_proj=MergedLinear(config.integer("hidden_size"), parts, bias=bias),
         )
         attention.v_norm = RMSNorm(head_dim, eps, has_weight=False)
+        attention.sight = self.sight(layer)
         return attention
 
     def borrowing_attention(self, layer: int) -> BorrowingAttention:
@@ -287,7 +332,9 @@ class Gemma4ForConditionalGeneration(CausalLM):
         num_heads, _, head_dim = self.heads(kind == FULL)
         q_norm = RMSNorm(head_dim, config.number("rms_norm_eps", default=1e-6))
         width = config.integer("hidden_size")
-        return BorrowingAttention(sources[-1], width, num_heads, q_norm, self.rotary[kind], self.window(layer))
+        return BorrowingAttention(
+            sources[-1], width, num_heads, q_norm, self.rotary[kind], self.window(layer), self.sight(layer)
+        )
 
     def heads(self, is_full: bool) -> tuple[int, int, int]:
         """Query heads, key heads and their width."""
@@ -300,6 +347,63 @@ class Gemma4ForConditionalGeneration(CausalLM):
     def window(self, layer: int) -> int | None:
         """Tokens that a layer sees."""
         return None if self.types[layer] == FULL else self.config.integer("sliding_window")
+
+    def sight(self, layer: int) -> Sight:
+        """Which tokens of a picture see each other in a layer."""
+        reaches = self.sees_itself and self.sees_across_windows
+        return Sight(self.sees_itself and (reaches or self.window(layer) is not None), reaches)
+
+    # Media
+
+    def make_towers(self) -> None:
+        """The vision tower, if the configuration has one."""
+        vision = self.config.mapping("vision_config")
+        self.vision_tower = GemmaVisionTower(HFConfig(vision)) if vision else None
+        if self.vision_tower is not None:
+            self.embed_vision = self.soft_tokens(self.vision_tower.width, vision)
+        kept = r"model\.(audio_tower|embed_audio)\..*"
+        self.ignored_tensors = (kept,) if vision else (kept, r"model\.(vision_tower|embed_vision)\..*")
+
+    def soft_tokens(self, width: int, config: Mapping[str, Any]) -> SoftTokens:
+        """From a tower's width to the stream's."""
+        eps = HFConfig(config).number("rms_norm_eps", default=1e-6)
+        return SoftTokens(width, self.config.integer("hidden_size"), eps)
+
+    def media_processor(self, context: MediaContext) -> MediaProcessor | None:
+        """Patches for the tower."""
+        tower = self.vision_tower
+        if tower is None:
+            return None
+        media = self.gemma_media(context, tower.patch_size, tower.pooling_size)
+        return replace(media, max_side=tower.num_positions)
+
+    def gemma_media(self, context: MediaContext, patch_size: int, pooling_size: int) -> GemmaMedia:
+        """How images are prepared."""
+        config, own = self.config, HFConfig(context.image_config)
+        if own.integer("patch_size", default=patch_size) != patch_size:
+            raise ModelLoadError(
+                f"preprocessor_config.json: patch_size {own.integer('patch_size')}, but config.json has {patch_size}"
+            )
+        marks = GemmaMarks(
+            config.integer("image_token_id"),
+            config.optional_integer("audio_token_id"),
+            (self.mark("boi_token_id"), self.mark("eoi_token_id")),
+            (self.mark("boa_token_id"), self.mark("eoa_token_id", "eoa_token_index")),
+        )
+        soft_tokens = own.integer("max_soft_tokens", default=280)
+        return GemmaMedia(
+            marks, context.token_text, patch_size, pooling_size, soft_tokens, sees_itself=self.sees_itself
+        )
+
+    def mark(self, *keys: str) -> int | None:
+        """The id under one of the keys, if the vocabulary has it."""
+        found = self.config.optional_integer(*keys)
+        return found if found is not None and found < self.config.integer("vocab_size") else None
+
+    def encode_media(self, item: MediaInput) -> EncodedMedia:
+        """The tower's rows of one image."""
+        assert self.vision_tower is not None, "a model without a tower has no media processor"
+        return EncodedMedia(self.embed_vision(self.vision_tower.encode(torch.from_numpy(item.features), item.grid)))
 
 
 def full_layer_keys(config: HFConfig, types: Sequence[str]) -> HFConfig:
@@ -317,4 +421,34 @@ def full_layer_keys(config: HFConfig, types: Sequence[str]) -> HFConfig:
 
 
 class Gemma4UnifiedForConditionalGeneration(Gemma4ForConditionalGeneration):
-    """The unified export, for text: the same blocks."""
+    """The unified export: the same blocks over pixels and samples that no tower has seen."""
+
+    sees_across_windows = True
+
+    def make_towers(self) -> None:
+        """Embeddings of pixels and of sound, as far as the configuration has them."""
+        vision, audio = self.config.mapping("vision_config"), self.config.mapping("audio_config")
+        self.vision_embedder = UnifiedPixels(HFConfig(vision)) if vision else None
+        if self.vision_embedder is not None:
+            self.embed_vision = self.soft_tokens(self.vision_embedder.width, vision)
+        self.audio_width = HFConfig(audio).integer("audio_embed_dim", default=640) if audio else None
+        if self.audio_width is not None:
+            self.embed_audio = self.soft_tokens(self.audio_width, audio)
+        absent = [name for name, part in (("vision_embedder|embed_vision", vision), ("embed_audio", audio)) if not part]
+        self.ignored_tensors = (rf"model\.({'|'.join(absent)})\..*",) if absent else ()
+
+    def media_processor(self, context: MediaContext) -> MediaProcessor | None:
+        """Pixels of soft tokens, and frames of samples."""
+        pixels = self.vision_embedder
+        if pixels is None:
+            return None
+        media = self.gemma_media(context, pixels.patch_size, pixels.pooling_size)
+        return replace(media, merges_pixels=True, samples_per_token=self.audio_width, max_side=pixels.num_positions)
+
+    def encode_media(self, item: MediaInput) -> EncodedMedia:
+        """Rows of one image or recording."""
+        features = torch.from_numpy(item.features)
+        if item.kind == "audio":
+            return EncodedMedia(self.embed_audio(features))
+        assert self.vision_embedder is not None, "a model without pixels has no media processor"
+        return EncodedMedia(self.embed_vision(self.vision_embedder.encode(features, item.grid)))

@@ -1,6 +1,5 @@
-"""Muse Glimmer, text: normed embeddings, weightless head norms, gated attention, a rope base per layer.
+"""Muse Glimmer: normed embeddings, weightless head norms, gated attention, a rope base per layer.
 
-Checkpoints with a vision tower answer text requests; the tower's tensors are left in the file.
 Source: published configuration and weights of Muse Glimmer.
 """
 
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from vkit import kernels
@@ -20,12 +20,18 @@ from vkit.layers import (
     DecoderLayer,
     Embedding,
     Linear,
+    PlainMLP,
     RMSNorm,
     RotaryEmbedding,
     SandwichLayer,
+    with_media,
 )
+from vkit.media import MediaInput, MediaProcessor
+from vkit.media.muse import MuseMarks, MuseMedia
+from vkit.models.base import EncodedMedia, MediaContext, ModelConfig
 from vkit.models.hf_config import HFConfig
 from vkit.models.llama import LlamaForCausalLM
+from vkit.models.muse_vision import MuseVisionTower
 
 _FULL_EVERY = 4
 _QK_SCALE = 3.87
@@ -60,7 +66,7 @@ class NormedDecoder(Decoder):
     def embed(self, batch: Batch) -> Tensor:
         """The stream before the first block (T, H)."""
         ids = kernels.replace_ids(batch.token_ids, self._placeholders, self._pad)
-        return self._embedding_norm(self.embed_tokens(ids))
+        return with_media(self._embedding_norm(self.embed_tokens(ids)), batch)
 
 
 class MuseGlimmerForCausalLM(LlamaForCausalLM):
@@ -127,4 +133,64 @@ class MuseGlimmerForCausalLM(LlamaForCausalLM):
 
 
 class MuseGlimmerForConditionalGeneration(MuseGlimmerForCausalLM):
-    """The same beside a vision tower, for text."""
+    """The same beside a vision tower; a file without vision_config is text only."""
+
+    names: Mapping[str, str] = {
+        "model": "model.language_model",
+        "vision_tower": "model.vision_tower",
+        "vision_adapter": "model.vision_adapter",
+        "vision_projection": "model.vision_projection",
+    }
+
+    def __init__(self, config: HFConfig, options: ModelConfig) -> None:
+        super().__init__(config, options)
+        vision = config.mapping("vision_config")
+        self.vision_tower = tower = MuseVisionTower(HFConfig(vision)) if vision else None
+        if tower is None:
+            return
+        self.ignored_tensors = ()
+        activation = config.text("projector_hidden_act", default="gelu")
+        if activation != "gelu":
+            raise ModelLoadError(f"config.json: projector_hidden_act {activation!r} is not supported (known: gelu)")
+        inner = config.integer("projector_hidden_size")
+        self.vision_adapter = PlainMLP(tower.out_width, inner, activation="gelu", bias=False, out_features=inner)
+        self.vision_projection = Linear(inner, self.hidden_size)
+        self._media_norm = RMSNorm(self.hidden_size, config.number("rms_norm_eps", default=1e-5), has_weight=False)
+
+    def media_processor(self, context: MediaContext) -> MediaProcessor | None:
+        """Patches for the tower."""
+        tower = self.vision_tower
+        if tower is None:
+            return None
+        image, video, named = HFConfig(context.image_config), HFConfig(context.video_config), context.special_id
+        if image.integer("patch_size", default=tower.patch_size) != tower.patch_size:
+            raise ModelLoadError(
+                f"preprocessor_config.json: patch_size {image.integer('patch_size')}, but config.json has"
+                f" {tower.patch_size}"
+            )
+        marks = MuseMarks(
+            self.config.integer("image_token_id"),
+            self.config.integer("video_token_id"),
+            (named("<|image_start|>"), named("<|image_end|>")),
+            (named("<|vid_start|>"), named("<|vid_end|>")),
+            named("<|vid_frame_separator|>"),
+        )
+        return MuseMedia(
+            marks,
+            context.token_text,
+            context.encode,
+            patch_size=tower.patch_size,
+            merge_size=tower.merge_size,
+            temporal_patch_size=tower.temporal_patch_size,
+            max_image_tokens=image.integer("max_image_tokens", default=4096),
+            max_frame_tokens=video.integer("max_video_frame_tokens", default=144),
+            fps=video.number("fps", default=2.0),
+            max_frames=video.integer("num_frames", default=96),
+        )
+
+    def encode_media(self, item: MediaInput) -> EncodedMedia:
+        """The tower's rows of one item, as the stream has embeddings."""
+        assert self.vision_tower is not None, "a model without a tower has no media processor"
+        rows = self.vision_tower.encode(torch.from_numpy(item.features), item.grid)
+        adapted = kernels.unary(self.vision_adapter(rows), "gelu")
+        return EncodedMedia(self._media_norm(self.vision_projection(adapted)))

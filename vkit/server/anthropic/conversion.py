@@ -246,7 +246,9 @@ def _joined(parts: Sequence[str | MediaReference]) -> str | list[Any]:
 
 def _image(block: Json, where: str) -> MediaReference:
     source = block.get("source")
-    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict):
+        source = {}
+    kind = source.get("type")
     if kind == "base64":
         data = _string(source, "data", f"{where}.source")
         return MediaReference("image", where, base64_data=data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def open_jobs(settings: VideoSettings) -> VideoJobs:
     muxer = in_process_muxer() if settings.ffmpeg is None else program_muxer(settings.ffmpeg)
     root = _workdir(settings.workdir)
     return VideoJobs(
-        VideoPipeline.open(paths, settings.options),
+        VideoPipeline.open(paths, replace(settings.options, silent=paths.audio_vae is None)),
         muxer,
         root,
         max_queued=settings.max_queued_jobs,

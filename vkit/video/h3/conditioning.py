@@ -138,7 +138,8 @@ def encode_text(
     """The conditioner's hidden states of a presentation."""
     assert model.encoder is not None
     dtype, device = model.encoder_dtype, model.residency.device
-    merged, deepstack = None, ()
+    merged: Tensor | None = None
+    deepstack: tuple[Tensor, ...] = ()
     shape = vision_shape(model, inputs)
     if len(shown.pads) and shape is not None:
         tower = VisionTower(model.encoder, device, dtype)

@@ -126,19 +126,21 @@ def open_model(paths: VideoModelPaths, options: VideoOptions) -> H3Model:
         dtype,
         options,
         encoder,
-        _tokenizer(paths),
+        _tokenizer(paths, encoder),
         _video_vae(paths, dit, torch_device),
         _audio_vae(paths, dit, torch_device),
         paths=paths,
     )
 
 
-def _tokenizer(paths: VideoModelPaths) -> Tokenizer | None:
-    """The tokenizer given, or the one beside the conditioner."""
+def _tokenizer(paths: VideoModelPaths, encoder: EncoderWeights | None) -> Tokenizer | None:
+    """The tokenizer given, that within the conditioner's file, or the one beside it."""
     if paths.tokenizer is not None:
         return load_tokenizer(paths.tokenizer)
-    if paths.encoder is None:
+    if paths.encoder is None or encoder is None:
         return None
+    if "tokenizer.ggml.tokens" in encoder.files.metadata:
+        return load_tokenizer(paths.encoder)
     folder = paths.encoder if paths.encoder.is_dir() else paths.encoder.parent
     return load_tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None
 
@@ -146,20 +148,21 @@ def _tokenizer(paths: VideoModelPaths) -> Tokenizer | None:
 def _video_vae(paths: VideoModelPaths, dit: DiTWeights, device: torch.device) -> VideoVAE | None:
     if paths.video_vae is None:
         return None
-    config_path = beside(paths.video_vae, paths.video_vae_config, "video autoencoder")
-    config = video_vae_config(config_path)
+    source = _source(paths.video_vae)
+    config = video_vae_config(beside(paths.video_vae, paths.video_vae_config, "video autoencoder"))
     if config.latent_channels != dit.config.latents_dim:
         raise ModelLoadError(
             f"{paths.video_vae}: {config.latent_channels} latent channels, the transformer has {dit.config.latents_dim}"
         )
     if config.ratio * PATCH != CANVAS_STEP:
         raise ModelLoadError(f"{paths.video_vae}: {config.ratio} pixels per latent pixel, expected 16")
-    return VideoVAE(_source(paths.video_vae), config, device)
+    return VideoVAE(source, config, device)
 
 
 def _audio_vae(paths: VideoModelPaths, dit: DiTWeights, device: torch.device) -> AudioVAE | None:
     if paths.audio_vae is None:
         return None
+    source = _source(paths.audio_vae)
     config = audio_vae_config(beside(paths.audio_vae, paths.audio_vae_config, "sound autoencoder"))
     if config.latent_channels != dit.config.audio_latents_dim:
         raise ModelLoadError(
@@ -170,7 +173,7 @@ def _audio_vae(paths: VideoModelPaths, dit: DiTWeights, device: torch.device) ->
         raise ModelLoadError(
             f"{paths.audio_vae}: {config.sample_rate} Hz in steps of {config.hop}, expected 32000 Hz in steps of 800"
         )
-    vae = AudioVAE(_source(paths.audio_vae), config, device)
+    vae = AudioVAE(source, config, device)
     vae.statistics()
     return vae
 

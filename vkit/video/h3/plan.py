@@ -29,8 +29,6 @@ class RowPlan:
     """Rows of the packed sequence."""
 
     text: int
-    text_is_estimated: bool
-    """Whether the prompt could not be tokenised yet (no tokenizer given)."""
     condition_video: int
     condition_audio: int
     audio: int

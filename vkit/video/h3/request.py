@@ -135,5 +135,7 @@ class VideoOptions:
     dtype: ComputeType = "auto"
     """Type of the residual stream of DiT and encoder. auto: bfloat16 for weights of bfloat16 or float16 and for packed
     ones, else float32. The autoencoders always compute in float32."""
+    silent: bool = False
+    """Without a sound autoencoder make clips without sound, which else is refused."""
     vision_conditioning: bool = True
     """Whether pictures also pass through the encoder's vision tower."""
