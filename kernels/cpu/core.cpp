@@ -300,6 +300,9 @@ Chunk* add_chunk(size_t size) {
 
 void* store(size_t bytes) {
     bytes = bytes ? (bytes + 63) / 64 * 64 : 64;
+#if defined(__SANITIZE_ADDRESS__)
+    return aligned_alloc(64, bytes);  // so that reading past one weight into the next is seen
+#endif
     Chunk* c = chunks;
     while (c && c->size - c->used < bytes) c = c->next;
     if (!c) c = add_chunk(bytes > CHUNK ? bytes : CHUNK);
@@ -311,6 +314,9 @@ void* store(size_t bytes) {
 }
 
 void unstore(uint8_t* p) {
+#if defined(__SANITIZE_ADDRESS__)
+    return free(p);
+#endif
     for (Chunk** at = &chunks; *at; at = &(*at)->next) {
         Chunk* c = *at;
         if (p < c->base || p >= c->base + c->size) continue;
@@ -320,6 +326,21 @@ void unstore(uint8_t* p) {
         free(c);
         return;
     }
+}
+
+// Whether a page is surely not anonymous memory, which MADV_DONTNEED would clear: the system takes MADV_WIPEONFORK for
+// that alone. A system that does not know it (before Linux 4.14) takes it for nothing.
+bool is_of_a_file(void* page) {
+    static const bool can_tell = [] {
+        void* own = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        const bool is_taken = own != MAP_FAILED && !madvise(own, 4096, MADV_WIPEONFORK);
+        if (own != MAP_FAILED) munmap(own, 4096);
+        return is_taken;
+    }();
+    if (!can_tell) return false;
+    if (madvise(page, 4096, MADV_WIPEONFORK)) return errno == EINVAL;
+    madvise(page, 4096, MADV_KEEPONFORK);
+    return false;
 }
 
 // -------------------------------------------------------------------------------------------- levels
@@ -441,8 +462,9 @@ VK_EXPORT void vk_free(void* p) {
     pthread_mutex_unlock(&storing);
 }
 
-// Lets go of the pages of a file mapping whose values are no longer needed here; they can be read again.
+// Lets this process go of pages of a file that it has read; they stay in the system's cache, and come back when touched.
+// Memory that is no file's is left alone. (Files are mapped for reading only, so no page here holds what the file does not.)
 VK_EXPORT void vk_release_mapping(const void* p, int64_t bytes) {
     const uintptr_t page = 4096, begin = ((uintptr_t)p + page - 1) / page * page, end = ((uintptr_t)p + bytes) / page * page;
-    if (end > begin) madvise((void*)begin, end - begin, MADV_PAGEOUT);
+    if (end > begin && is_of_a_file((void*)begin)) madvise((void*)begin, end - begin, MADV_DONTNEED);
 }

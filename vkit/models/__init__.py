@@ -126,23 +126,34 @@ def model_class(architecture: str) -> ModelClass:
     )
 
 
-def create_model(checkpoint: ModelCheckpoint, config: ModelConfig) -> CausalLM:
+def create_model(checkpoint: ModelCheckpoint, config: ModelConfig, *, has_draft_head: bool = False) -> CausalLM:
     """The model without weights: enough for `cache_specs` and for checking the tensor list. Costs no memory.
+
+    `has_draft_head`: with the head that predicts further tokens (`CausalLM.mtp`).
 
     Raises:
         ModelLoadError: unknown architecture, or a configuration it cannot be built from.
     """
-    return model_class(checkpoint.architecture)(HFConfig(checkpoint.config), config)
+    model = model_class(checkpoint.architecture)(HFConfig(checkpoint.config), config)
+    if has_draft_head:
+        model.add_draft_head()
+    return model
 
 
-def build_model(checkpoint: ModelCheckpoint, config: ModelConfig, progress: ProgressCallback | None = None) -> CausalLM:
+def build_model(
+    checkpoint: ModelCheckpoint,
+    config: ModelConfig,
+    progress: ProgressCallback | None = None,
+    *,
+    has_draft_head: bool = False,
+) -> CausalLM:
     """The model with its weights.
 
     Raises:
         ModelLoadError: as `create_model`.
         CheckpointError: tensors missing, misshapen or unknown.
     """
-    model = create_model(checkpoint, config)
+    model = create_model(checkpoint, config, has_draft_head=has_draft_head)
     load_weights(model, checkpoint, progress)
     return model
 
