@@ -1,7 +1,7 @@
 """vkit against llama.cpp on the same GGUF files and the same CPU, in turns, round by round.
 
     python benchmarks/cpu_vs_llamacpp.py MODEL.gguf... --llama-python PATH --llama-bench llamacpp_bench.py
-        [--threads 2] [--rounds 5] [--clock wall|cpu]
+        [--threads 2] [--rounds 5] [--clock wall|cpu] [--transformers]
         [--pp 128,512,2048] [--depth 0,2048] [--batch 1,8,32] [--json out.json]
 
 `--llama-python` is an interpreter with llama-cpp-python built natively; `--llama-bench` the program that times one side
@@ -9,6 +9,9 @@
 llama.cpp the decode call alone. Both keep their model loaded; each round runs one side, then the other. Printed are the
 medians over rounds in tokens per second and the ratio vkit / llama.cpp. Wall time needs a machine that is idle
 otherwise; `--clock cpu` counts processor time instead, for `--threads 1` on a busy one.
+
+Beside decoding at batch 1 stands what share of the plain read rate (measured by our own threads just before) the
+weights alone were read at. `--transformers` adds transformers in bfloat16 on the same file, which it opens as a whole.
 """
 
 from __future__ import annotations
@@ -87,11 +90,57 @@ class VkitSide:
         return num_seqs * DECODE_STEPS / seconds
 
 
-def vkit_side(options: argparse.Namespace) -> None:
+class TransformersSide:
+    """The same scenarios for transformers: one call of the model per step, the largest logit as the next token."""
+
+    def __init__(self, model: str, threads: int, clock: Callable[[], float]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        path = Path(model)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.bfloat16
+        ).eval()
+        self._clock = clock
+
+    def _call(self, ids: Any, past: Any) -> tuple[float, Any]:
+        import torch
+
+        started = self._clock()
+        with torch.inference_mode():
+            out = self._model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+            next_ids = out.logits[:, -1].argmax(-1, keepdim=True)
+        return self._clock() - started, (next_ids, out.past_key_values)
+
+    def _prompts(self, count: int, num_tokens: int) -> Any:
+        import torch
+
+        return torch.randint(3, self._model.config.vocab_size, (count, num_tokens))
+
+    def prefill(self, num_tokens: int) -> float:
+        """Tokens per second of one prompt in one call."""
+        return num_tokens / self._call(self._prompts(1, num_tokens), None)[0]
+
+    def decode(self, depth: int, num_seqs: int) -> float:
+        """Tokens per second of `num_seqs` sequences in one batch."""
+        _, state = self._call(self._prompts(num_seqs, max(depth, 1)), None)
+        seconds = 0.0
+        for step in range(WARM_UP_STEPS + DECODE_STEPS):
+            taken, state = self._call(*state)
+            seconds += taken if step >= WARM_UP_STEPS else 0.0
+        return num_seqs * DECODE_STEPS / seconds
+
+
+def run_side(options: argparse.Namespace) -> None:
     """Answer each line on stdin with one round's figures, as JSON."""
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
-    limit = max([*options.pp, *options.depth, BATCH_PROMPT]) + DECODE_STEPS
-    side = VkitSide(options.models[0], options.threads, clock, limit, max(options.batch))
+    side: VkitSide | TransformersSide
+    if options.side == "transformers":
+        side = TransformersSide(options.models[0], options.threads, clock)
+    else:
+        limit = max([*options.pp, *options.depth, BATCH_PROMPT]) + DECODE_STEPS
+        side = VkitSide(options.models[0], options.threads, clock, limit, max(options.batch))
 
     def measure() -> dict[str, float]:
         found = {f"prefill {count}": side.prefill(count) for count in options.pp}
@@ -166,25 +215,65 @@ def llama_children(options: argparse.Namespace, model: str) -> list[tuple[dict[s
 
 
 def compare(options: argparse.Namespace, model: str) -> dict[str, dict[str, float]]:
-    """Medians over interleaved rounds: figure -> {"vkit", "llama.cpp", "ratio"}."""
+    """Medians over interleaved rounds: figure -> {side: tokens per second, "ratio" to llama.cpp, ...}."""
     arguments = ["--threads", str(options.threads), "--clock", options.clock]
     for name in ("pp", "depth", "batch"):
         arguments += [f"--{name}", ",".join(map(str, getattr(options, name)))]
-    ours = Child([sys.executable, __file__, model, "--vkit-side", *arguments])
+    sides = ["vkit", *(["transformers"] if options.transformers else [])]
+    ours = {side: Child([sys.executable, __file__, model, "--side", side, *arguments]) for side in sides}
     theirs = llama_children(options, model)
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(options.rounds):
-        for name, rate in ours.round().items():
-            found.setdefault(name, {"vkit": [], "llama.cpp": []})["vkit"].append(rate)
+        for side, child in ours.items():
+            for name, rate in child.round().items():
+                found.setdefault(name, {}).setdefault(side, []).append(rate)
         for names, child in theirs:
             answer = child.round()
             for key, name in names.items():
-                found[name]["llama.cpp"].append(answer[key]["tok_per_s"])
-    ours.close()
-    for _, child in theirs:
+                found[name].setdefault("llama.cpp", []).append(answer[key]["tok_per_s"])
+    for child in [*ours.values(), *(child for _, child in theirs)]:
         child.close()
-    medians = {name: {side: statistics.median(rates) for side, rates in sides.items()} for name, sides in found.items()}
-    return {name: {**sides, "ratio": sides["vkit"] / sides["llama.cpp"]} for name, sides in medians.items()}
+    results = {}
+    for name, figures in found.items():
+        row = {side: statistics.median(rates) for side, rates in figures.items()}
+        row["ratio"] = row["vkit"] / row["llama.cpp"]
+        if "transformers" in row:
+            row["ratio to transformers"] = row["vkit"] / row["transformers"]
+        results[name] = row
+    return results
+
+
+def read_rate(threads: int) -> float:
+    """Bytes per second that the native threads read at."""
+    from vkit.kernels.cpu.library import load_library
+    from vkit.kernels.cpu.probe import read_rate as measure
+
+    library = load_library()
+    library.set_num_threads(threads)
+    return measure(library)
+
+
+def weights_read(model: str) -> float:
+    """Bytes of weights that a token reads: all but the embedding, of which it reads a row, if the head is apart."""
+    from vkit.loaders import open_checkpoint
+
+    checkpoint = open_checkpoint(Path(model))
+    table = "model.embed_tokens.weight"
+    is_apart = "lm_head.weight" in checkpoint.tensor_names()
+    spared = checkpoint.tensor_info(table).nbytes if is_apart else 0
+    total: int = checkpoint.num_weight_bytes
+    checkpoint.close()
+    return total - spared
+
+
+def line(name: str, row: dict[str, float]) -> str:
+    """One row of the table."""
+    text = f"  {name:16s} vkit {row['vkit']:8.1f}   llama.cpp {row['llama.cpp']:8.1f}   ratio {row['ratio']:5.2f}"
+    if "transformers" in row:
+        text += f"   transformers {row['transformers']:8.1f}   ratio {row['ratio to transformers']:5.2f}"
+    if "share of the read rate" in row:
+        text += f"   {100 * row['share of the read rate']:.0f} % of the read rate"
+    return text
 
 
 def main() -> None:
@@ -206,21 +295,24 @@ def main() -> None:
     parser.add_argument("--depth", type=numbers, default=[0, 2048])
     parser.add_argument("--batch", type=numbers, default=[1, 8, 32])
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--vkit-side", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--side", choices=("vkit", "transformers"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.clock == "cpu" and options.threads != 1:
         parser.error("--clock cpu needs --threads 1: threads that wait burn processor time")
-    if options.vkit_side:
-        vkit_side(options)
+    if options.side:
+        run_side(options)
         return
     results = {}
     for model in options.models:
+        rate = read_rate(options.threads)
         results[Path(model).name] = found = compare(options, model)
-        print(f"{Path(model).name}: tokens per second, {options.threads} threads, {options.clock} time")
+        if "decode at 0" in found and options.clock == "wall":
+            found["decode at 0"]["share of the read rate"] = found["decode at 0"]["vkit"] * weights_read(model) / rate
+        print(f"{Path(model).name}: tokens per second, {options.threads} threads, {options.clock} time", end="")
+        print(f", memory read at {rate / 1e9:.1f} GB/s")
         for name, row in found.items():
-            print(
-                f"  {name:16s} vkit {row['vkit']:8.1f}   llama.cpp {row['llama.cpp']:8.1f}   ratio {row['ratio']:5.2f}"
-            )
+            print(line(name, row))
         sys.stdout.flush()
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

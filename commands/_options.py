@@ -292,8 +292,8 @@ class EngineFlags:
         _engine_option("--cpu-precision", help="exact keeps activations in floating point."),
     ] = "fast"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        _engine_option("--kv-cache-dtype", help="How keys and values are kept."),
+        Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
+        _engine_option("--kv-cache-dtype", help="How keys and values are kept; fp8 and int8 halve bfloat16."),
     ] = "auto"
     quantization: Annotated[
         Literal["awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt"] | None,
@@ -307,6 +307,10 @@ class EngineFlags:
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
     ] = False
     no_mmap: Annotated[bool, _engine_option("--no-mmap", help="Read weight files instead of mapping them.")] = False
+    kv_transfer_config: Annotated[
+        str | None,
+        _engine_option("--kv-transfer-config", metavar="JSON", help="Keep cache entries beyond this engine."),
+    ] = None
     hf_overrides: Annotated[
         str | None, _engine_option("--hf-overrides", metavar="JSON", help="Keys of config.json to replace.")
     ] = None

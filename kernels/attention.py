@@ -14,6 +14,8 @@ from vkit.kernels.paged import PagedBatch
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store k (T, K, D) and v (T, K, Dv) in the cache at slot_mapping (T,) int64; slot -1 writes nothing.
 
+    A cache of int8 has a float32 scale behind the codes of each row: its widths are four more.
+
     Raises:
         ValueError: shapes that do not fit.
         TypeError: slots that are not int64.

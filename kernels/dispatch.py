@@ -193,6 +193,18 @@ def default_kv_layout(
     return k, v
 
 
+def kv_by_token(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of K and V, as `kv_layout` made them, that read as (N, S, K, D) and (N, S, K, Dv) once reshaped.
+
+    Token and width may be two or three dimensions each; what is written to the views lands in the pages.
+    """
+    if k.ndim == 4:
+        return k, v
+    if k.ndim == 6:  # tiles of pairs: (N, K, S/16, D/2, 16, 2) and (N, K, S/2, Dv, 2)
+        return k.permute(0, 2, 4, 1, 3, 5), v.permute(0, 2, 4, 1, 3)
+    return k.permute(0, 2, 4, 1, 3), v.transpose(1, 2)  # tiles: (N, K, S/16, D, 16) and (N, K, S, Dv)
+
+
 def _resolve(op: str, device_type: str, dtype: torch.dtype) -> Op:
     usable = usable_backends(device_type)
     for backend in usable:

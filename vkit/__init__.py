@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 
     from vkit.async_engine import AsyncLLM
     from vkit.beam_search import BeamSearchParams
+    from vkit.cache.connector import (
+        ConnectorContext,
+        ConnectorStats,
+        KVConnector,
+        LoadFailed,
+        SchedulerSide,
+        WorkerSide,
+    )
     from vkit.config import EngineArgs, EngineConfig
+    from vkit.connectors import register_kv_connector
     from vkit.default_model import resolve_model
     from vkit.errors import (
         CheckpointError,
@@ -62,6 +71,8 @@ __all__ = [
     "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
+    "ConnectorContext",
+    "ConnectorStats",
     "ContentDelta",
     "EngineArgs",
     "EngineConfig",
@@ -71,7 +82,9 @@ __all__ = [
     "ImageMedia",
     "InvalidRequest",
     "JsonCalls",
+    "KVConnector",
     "LabelScores",
+    "LoadFailed",
     "Logprob",
     "MissingExtra",
     "ModelLoadError",
@@ -87,14 +100,17 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "SchedulerSide",
     "StructuredOutputs",
     "ToolCallDelta",
     "ToolReader",
     "UsageError",
     "VideoMedia",
     "VkitError",
+    "WorkerSide",
     "XmlCalls",
     "check_constraint",
+    "register_kv_connector",
     "register_model",
     "register_reasoning_parser",
     "register_tool_parser",
@@ -102,6 +118,15 @@ __all__ = [
 ]
 
 _HOMES = {
+    "vkit.cache.connector": (
+        "ConnectorContext",
+        "ConnectorStats",
+        "KVConnector",
+        "LoadFailed",
+        "SchedulerSide",
+        "WorkerSide",
+    ),
+    "vkit.connectors": ("register_kv_connector",),
     "vkit.async_engine": ("AsyncLLM",),
     "vkit.beam_search": ("BeamSearchParams",),
     "vkit.inputs": ("PromptOptions",),

@@ -117,6 +117,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> AsyncIterator[RequestOutput]:
@@ -135,6 +136,7 @@ class AsyncLLM:
             self._num_unnamed += 1
             request_id = f"request-{self._num_unnamed}"
         keywords: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "lora": lora, "options": options}
+        keywords["kv_transfer_params"] = kv_transfer_params
         if _is_long(prompt):
             request = await asyncio.to_thread(self._inputs.process, prompt, params, request_id=request_id, **keywords)
         else:
@@ -319,13 +321,19 @@ class AsyncLLM:
     async def _call(self, function: Any) -> Any:
         return await asyncio.wrap_future(self._thread.call(function))
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         """Forget all reusable blocks. False when running requests still hold some.
 
-        With `reset_running_requests` those give up their blocks and compute them again.
+        With `reset_running_requests` those give up their blocks and compute them again; with `reset_external` what a
+        cache connector keeps is forgotten too.
+
+        Raises:
+            InvalidRequest: `reset_external` without a connector.
         """
         result: bool = await self._call(
-            lambda engine: engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
+            lambda engine: engine.reset_prefix_cache(
+                reset_running_requests=reset_running_requests, reset_external=reset_external
+            )
         )
         return result
 

@@ -372,7 +372,11 @@ def _spans(scheduled: list[ScheduledSequence]) -> list[list[tuple[int, int]]] | 
         [span for placed in item.sequence.media if placed.item.sees_itself for span in placed.spans]
         for item in scheduled
     ]
-    is_seen = any(stop > item.start for item, spans in zip(scheduled, found, strict=True) for _, stop in spans)
+    is_seen = any(
+        start < item.start + item.num_tokens and stop > item.start
+        for item, spans in zip(scheduled, found, strict=True)
+        for start, stop in spans
+    )
     return found if is_seen else None
 
 

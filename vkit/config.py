@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
+from vkit.kv_transfer import KVTransferConfig
 
 DEFAULT_NUM_BLOCKS = 256
 DEFAULT_MAX_LORAS = 4
@@ -36,6 +37,9 @@ Device = Literal["cpu", "cuda"]
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""What the flag calls them -> what torch calls them."""
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm")
 PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -237,6 +241,8 @@ class EngineArgs:
     """Expand GGUF blocks to the compute dtype at load instead of keeping them packed."""
     no_mmap: bool = False
     """Read weight files instead of mapping them."""
+    kv_transfer_config: KVTransferConfig | Mapping[str, Any] | str | None = None
+    """Where cache entries come from and go to besides this engine; a mapping, or a JSON object as text."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -263,7 +269,7 @@ class EngineArgs:
         _check_choice("cpu_precision", self.cpu_precision, CPU_PRECISIONS)
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)
-        _check_choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_int("block_size", self.block_size, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
         _check_int("max_logprobs", self.max_logprobs, -1)
@@ -303,6 +309,8 @@ class EngineArgs:
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
         object.__setattr__(self, "limit_mm_per_prompt", _media_limits(self.limit_mm_per_prompt))
+        if self.kv_transfer_config is not None:
+            object.__setattr__(self, "kv_transfer_config", KVTransferConfig.parse(self.kv_transfer_config))
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -380,6 +388,8 @@ class EngineArgs:
         assert overrides is None or isinstance(overrides, Mapping)
         limits = self.limit_mm_per_prompt
         assert isinstance(limits, Mapping)
+        transfer = self.kv_transfer_config
+        assert transfer is None or isinstance(transfer, KVTransferConfig)
         return EngineConfig(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -426,6 +436,7 @@ class EngineArgs:
             kv_cache_dtype=resolve_kv_cache_dtype(self, model.dtype, device),
             gguf_dequantize=self.gguf_dequantize,
             no_mmap=self.no_mmap,
+            kv_transfer_config=transfer,
             notes=tuple(notes),
         )
 
@@ -485,6 +496,7 @@ class EngineConfig:
     kv_cache_dtype: str
     gguf_dequantize: bool
     no_mmap: bool
+    kv_transfer_config: KVTransferConfig | None = None
     notes: tuple[str, ...] = ()
     """Lines to log once: what was lowered, raised or replaced, and why."""
 
@@ -589,7 +601,7 @@ def resolve_kv_cache_dtype(args: EngineArgs, checkpoint_dtype: str, device: Devi
     float32 checkpoints, which ask for full precision, nor with `--cpu-precision exact`.
     """
     if args.kv_cache_dtype != "auto":
-        return args.kv_cache_dtype
+        return NARROW_CACHE_DTYPES.get(args.kv_cache_dtype, args.kv_cache_dtype)
     dtype = resolve_dtype(args.dtype, checkpoint_dtype, device)
     is_wider = dtype == "float32" and args.dtype == "auto" and checkpoint_dtype != "float32"
     return "bfloat16" if device.kind == "cpu" and is_wider and args.cpu_precision == "fast" else dtype

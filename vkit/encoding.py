@@ -41,6 +41,7 @@ class MediaEncoder:
         self._encode = encode
         self._device = device
         self._encoded: dict[bytes, EncodedMedia] = {}
+        self._num_threads = torch.get_num_threads()
 
     @staticmethod
     def prepare(plan: Plan) -> MediaStep:
@@ -60,8 +61,8 @@ class MediaEncoder:
             encoded.clear()
         for digest in orders.free:
             del encoded[digest]
-        for item in orders.encode:
-            encoded[item.digest] = self._encode(item)
+        if orders.encode:
+            self._fill(orders.encode)
         if not step.slices:
             return None
         rows = torch.cat([torch.arange(piece.token, piece.token + piece.count) for piece in step.slices])
@@ -70,6 +71,16 @@ class MediaEncoder:
             _joined([item.features[index] for item in taken], step.slices) for index in range(len(taken[0].features))
         ]
         return MediaRows(rows.to(self._device), _joined([item.embeddings for item in taken], step.slices), features)
+
+    def _fill(self, items: list[MediaInput]) -> None:
+        """Encode the items with all threads, of which a backend that records steps leaves torch but one."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        try:
+            for item in items:
+                self._encoded[item.digest] = self._encode(item)
+        finally:
+            torch.set_num_threads(before)
 
 
 def _slices(placed: PlacedMedia, item: ScheduledSequence, token: int) -> list[MediaSlice]:

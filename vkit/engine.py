@@ -17,10 +17,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vkit.cache.blocks import BlockLifetimes, BlockPool
+from vkit.cache.connector import KVConnector, TransferReport
 from vkit.cache.events import CacheEvents
 from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.cache.manager import KVCacheManager
 from vkit.cache.prefix import BlockHasher
+from vkit.cache.transfer import POLL_INTERVAL_S, KVTransfer
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import EngineRequest
 from vkit.logits import BatchLogitsProcessor
@@ -51,6 +53,16 @@ class ForwardPass(Protocol):
 
     def execute(self, batch: Any) -> Tensor:
         """Logits (R, V) float32 of a prepared step."""
+
+
+class TransferControl(Protocol):
+    """What a runner adds that moves cache entries for a connector."""
+
+    def exchange(self, meta: Any) -> None:
+        """Load and store what `meta` asks for, without a step."""
+
+    def transfer_report(self) -> TransferReport:
+        """What became of loads and sends since the last call."""
 
 
 class SleepControl(Protocol):
@@ -90,6 +102,10 @@ class EngineSettings:
     """How keys and values are kept; for display."""
     measures_blocks: bool = False
     enable_jump_forward: bool = False
+    loads_kv: bool = True
+    """Whether a connector may bring cache entries in."""
+    recomputes_kv: bool = False
+    """Whether entries that fail to load are computed; else their request ends in an error."""
     pooling: Pooling | None = None
     """Set where the model embeds: prompts end with a vector, and nothing is generated."""
 
@@ -105,6 +121,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         *,
         plugins: Iterable[BatchLogitsProcessor] = (),
+        connector: KVConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if settings.enable_prefix_caching and any(group.kind is CacheKind.STATE for group in groups):
@@ -129,6 +146,7 @@ class Engine:
             max_step_tokens=settings.limits.max_num_batched_tokens,
             hasher=hasher,
         )
+        self._transfer = self._make_transfer(connector)
         end_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
         self.sampler: Sampler | Pooler
         if settings.pooling is not None:
@@ -142,6 +160,7 @@ class Engine:
             self.cache,
             policy=settings.scheduling_policy,
             jumps_forward=settings.enable_jump_forward and not self.sampler.can_forbid,
+            transfer=self._transfer,
             clock=clock,
         )
         self.outputs = OutputProcessor(tokenizer, self.metrics, clock=clock)
@@ -176,7 +195,35 @@ class Engine:
         """Whether a step could bring something forward."""
         if self._ready or self._pending_updates or (self._next_plan is not None and not self._is_frozen):
             return True
+        if self._transfer is not None and self._transfer.has_pending:
+            return True
         return self.scheduler.has_unfinished and not self._is_frozen
+
+    @property
+    def poll_interval_s(self) -> float | None:
+        """How long to wait for news before a step is tried again; None: until there is some."""
+        return None if self._transfer is None else POLL_INTERVAL_S
+
+    def _make_transfer(self, connector: KVConnector | None) -> KVTransfer | None:
+        if connector is None:
+            return None
+        settings, metrics = self.settings, self.metrics
+
+        def count(queries: int, hits: int) -> None:
+            metrics.external_queries.add(queries)
+            metrics.external_hits.add(hits)
+
+        names_blocks = settings.enable_prefix_caching
+        algorithm, seed = settings.prefix_caching_hash_algo, settings.prefix_caching_seed
+        return KVTransfer(
+            connector,
+            self.cache,
+            recomputes=settings.recomputes_kv,
+            loads=settings.loads_kv,
+            hasher=None if names_blocks else BlockHasher(settings.block_size, algorithm, seed=seed),
+            events=self.events,
+            count=count,
+        )
 
     @property
     def num_unfinished(self) -> int:
@@ -227,6 +274,8 @@ class Engine:
         can_advance = not self._is_frozen and self.scheduler.has_unfinished
         if can_advance:
             self._report(self._advance())
+        elif self._transfer is not None and self._transfer.has_pending:
+            self._report(self._exchange())
         if not can_advance or self._next_plan is None or not self.scheduler.has_unfinished:
             self._settle()
         ready, self._ready = self._ready, []
@@ -237,22 +286,41 @@ class Engine:
         plan = self._take_plan()
         self.is_stalled = plan is None
         if plan is None:
-            return [SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended()]
+            updates = [SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended()]
+            return updates + self._exchange()
         logits = self._forward(plan)
         if logits is None:
             return []
+        settled = self._settle_transfers()
         samples = self.sampler.sample(logits, plan)
         self._observe_step(plan, samples.num_corrupted)
-        updates = self.scheduler.commit(plan, samples)
+        updates = settled + self.scheduler.commit(plan, samples)
         self.metrics.forced_tokens.value = self.scheduler.num_forced_tokens
         updates.extend(SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended())
         return updates
+
+    def _exchange(self) -> list[SequenceUpdate]:
+        """Let a connector work although no step runs."""
+        if self._transfer is None or self.sleep_level:
+            return []
+        meta = self._transfer.build_meta(Plan(0, []))
+        runner: TransferControl = self.runner  # type: ignore[assignment]
+        runner.exchange(meta)
+        return self._settle_transfers()
+
+    def _settle_transfers(self) -> list[SequenceUpdate]:
+        if self._transfer is None:
+            return []
+        runner: TransferControl = self.runner  # type: ignore[assignment]
+        return self.scheduler.settle_transfers(runner.transfer_report())
 
     def _forward(self, plan: Plan) -> Tensor | None:
         """Logits of the plan's rows; None when memory ran out, which is taken care of."""
         shadow: Future[Plan | None] | None = None
         try:
             try:
+                if self._transfer is not None:
+                    plan.connector_meta = self._transfer.build_meta(plan)
                 batch = self.runner.prepare(plan)
                 self.sampler.begin_masks(plan)
                 shadow = self._start_shadow()
@@ -273,6 +341,8 @@ class Engine:
         ahead, self._next_plan = self._next_plan, None
         sequences = [item.sequence for item in plan.scheduled]
         self.scheduler.preempt_all(plan, ahead)
+        if self._transfer is not None:
+            self._transfer.forget_step()
         self.cache.reset_prefix_cache()  # blocks this step was to write hold nothing
         if self._retry_with == 0:
             self._retry_with = max(1, len(sequences) // 2)
@@ -366,6 +436,7 @@ class Engine:
                     wants_all_rows=wants_all_rows,
                     pending_grammar=request.compile_grammar() if request.compile_grammar is not None else None,
                     prompt_logprobs=[None] if own.prompt_logprobs is not None else [],
+                    kv_transfer_params=request.kv_transfer_params,
                 )
             )
         return sequences
@@ -388,11 +459,24 @@ class Engine:
         self._pause = None
         self._admit_held()
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         """Forget all reusable prefixes; False while any request holds blocks.
 
-        With `reset_running_requests` those give up their blocks first and compute them again.
+        With `reset_running_requests` those give up their blocks first and compute them again. With `reset_external`
+        what a cache connector keeps is forgotten too.
+
+        Raises:
+            InvalidRequest: `reset_external` without a connector.
         """
+        if reset_external and self._transfer is None:
+            raise InvalidRequest("reset_external: this engine has no external cache", param="reset_external")
+        is_reset = self._reset_own(reset_running_requests)
+        if reset_external:
+            assert self._transfer is not None
+            return self._transfer.side.reset_cache() and is_reset
+        return is_reset
+
+    def _reset_own(self, reset_running_requests: bool) -> bool:
         self._settle()
         if reset_running_requests:
             self.scheduler.preempt_all(self._next_plan)
@@ -444,6 +528,8 @@ class Engine:
     def stop_threads(self) -> None:
         """Stop the helper threads: all there is to do about an engine whose step failed."""
         self.sampler.close()
+        if self._transfer is not None:
+            self._transfer.worker.shutdown()
         if self._shadow is not None:
             self._shadow.shutdown()
 
@@ -497,6 +583,16 @@ class Engine:
             100 * self.pool.usage,
             100 * self.cache.stats.recent_hit_rate,
         )
+
+    def _offload_families(self) -> list[MetricFamily]:
+        """What a connector has moved."""
+        stats = self._transfer.side.stats() if self._transfer is not None else None
+        if stats is None:
+            return []
+        return [
+            MetricFamily(f"vllm:kv_offload_{name}", "counter", help, [Sample("_total", {}, getattr(stats, name))])
+            for name, help in _OFFLOAD_COUNTERS.items()
+        ]
 
     def _cache_settings(self) -> dict[str, str]:
         settings = self.settings
@@ -559,7 +655,16 @@ class Engine:
             gauge("vllm:cache_config_info", "Cache settings, as labels", 1, self._cache_settings()),
             *self._adapter_families(),
             *self.metrics.families(),
+            *self._offload_families(),
         ]
+
+
+_OFFLOAD_COUNTERS = {
+    "load_bytes": "Bytes of cache entries that a connector loaded",
+    "store_bytes": "Bytes of cache entries that a connector stored",
+    "load_time": "Seconds spent loading cache entries",
+    "store_time": "Seconds spent storing cache entries",
+}
 
 
 def _adapter_names(sequences: Iterable[Sequence]) -> str:

@@ -173,7 +173,8 @@ class EngineThread:
         may_wait = not self._engine.has_work or self._engine.is_stalled
         try:
             if may_wait:
-                self._inbox.get()()
+                is_idle = not self._engine.has_work
+                self._inbox.get(timeout=None if is_idle else self._engine.poll_interval_s)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:

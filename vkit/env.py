@@ -77,6 +77,17 @@ def parse_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def parse_port(text: str) -> int:
+    """A TCP port.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ValueError("expected a port, 1..65535")
+    return int(text)
+
+
 def normalised(distribution: str) -> str:
     """A distribution's name as comparisons need it. Source: PEP 503."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
@@ -107,5 +118,25 @@ NIM_SERVED_MODEL_NAME: Variable[tuple[str, ...]] = Variable(
     "Names of a served model, separated by commas, where neither --served-model-name nor its variable is given.",
 )
 
-VARIABLES: tuple[Variable[Any], ...] = (PLUGINS, TRACEBACK, NIM_SERVED_MODEL_NAME)
+LMCACHE_HOST: Variable[str] = Variable(
+    "VKIT_LMCACHE_HOST", str, "127.0.0.1", "Host of LMCacheConnector's server, where --kv-transfer-config names none."
+)
+LMCACHE_PORT: Variable[int] = Variable(
+    "VKIT_LMCACHE_PORT", parse_port, 65432, "Port of LMCacheConnector's server, where --kv-transfer-config names none."
+)
+LMCACHE_HASH_ALGO: Variable[str] = Variable(
+    "VKIT_LMCACHE_HASH_ALGO",
+    str,
+    "blake3",
+    "How LMCacheConnector names chunks, where --kv-transfer-config does not say: blake3, or vllm (sha256_cbor).",
+)
+
+VARIABLES: tuple[Variable[Any], ...] = (
+    PLUGINS,
+    TRACEBACK,
+    NIM_SERVED_MODEL_NAME,
+    LMCACHE_HOST,
+    LMCACHE_PORT,
+    LMCACHE_HASH_ALGO,
+)
 """Every variable without a flag, in the order the manual lists them."""

@@ -83,6 +83,8 @@ class EngineRequest:
     stop_token_ids: frozenset[int] = frozenset()
     compile_grammar: Callable[[], Future[Grammar]] | None = None
     """A grammar for one sequence; called once per sequence."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """For the cache connector; without one it has no effect."""
     media: tuple[PlacedMedia, ...] = ()
     """Images, videos and sound, at their places among the prompt's tokens."""
     rope_positions: RopePositions | None = None
@@ -163,6 +165,7 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> EngineRequest:
@@ -189,6 +192,10 @@ class InputProcessor:
         self._check_prompt(placed, num_generated=1)
         self._check_params(params, options)
         _check_place(priority, cache_salt)
+        if kv_transfer_params is not None and not isinstance(kv_transfer_params, Mapping):
+            raise InvalidRequest(
+                f"kv_transfer_params: expected an object, got {kv_transfer_params!r}", param="kv_transfer_params"
+            )
         grammars = self._grammars_of(params)
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -206,6 +213,7 @@ class InputProcessor:
             eos_token_id=self.tokenizer.eos_token_id if self.tokenizer else None,
             stop_token_ids=self._stop_token_ids(params),
             compile_grammar=grammars,
+            kv_transfer_params=None if kv_transfer_params is None else dict(kv_transfer_params),
             media=placed.media,
             rope_positions=placed.rope_positions,
             position_delta=placed.position_delta,

@@ -70,10 +70,13 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         lora: str | None = None,
         options: PromptOptions = DEFAULT_PROMPT_OPTIONS,
     ) -> list[RequestOutput]:
         """One output per prompt, in the same order. One `params` serves all prompts, a list gives each its own.
+
+        `kv_transfer_params` are for the cache connector; without one they have no effect.
 
         Raises:
             InvalidRequest: before anything runs; names the field.
@@ -91,6 +94,7 @@ class LLM:
                 request_id=self._name(),
                 priority=place,
                 cache_salt=cache_salt,
+                kv_transfer_params=kv_transfer_params,
                 lora=lora,
                 options=options,
             )

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from vkit import discovery, kernels
 from vkit.adapters import AdapterRegistry, let_listen, open_adapters
-from vkit.cache.groups import LayerCacheSpec, group_layers
+from vkit.cache.connector import ConnectorContext, KVConnector, TransferReport, WorkerSide
+from vkit.cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from vkit.config import (
     CacheGroupFacts,
     DeviceFacts,
@@ -28,13 +29,17 @@ from vkit.config import (
     resolve_dtype,
     resolve_kv_cache_dtype,
 )
+from vkit.connectors import cache_identity, make_connector
+from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
+from vkit.kv_transfer import KVTransferConfig
 from vkit.layers import AdapterSwitch
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
+from vkit.loaders.mmproj import ProjectedCheckpoint
 from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.media import KINDS, MediaProcessor
@@ -42,7 +47,6 @@ from vkit.media.conversation import with_placeholders
 from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
-from vkit.models.media_context import preprocessor_config
 from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.pooling import EmbeddingForm, Pooling, embedding_form
@@ -70,12 +74,19 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 class ResidentModel:
     """The model and its runner while they are in memory, and the way back when they are not."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, progress: ProgressCallback | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        progress: ProgressCallback | None,
+        worker: WorkerSide | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = config
+        self._worker = worker
         self._switch = AdapterSwitch() if config.enable_lora else None
         self._model: CausalLM | None = self._build(progress)
-        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, self._switch)
+        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, self._switch, worker)
 
     def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
         model = build_model(self._checkpoint, self._config, progress)
@@ -95,6 +106,16 @@ class ResidentModel:
         assert self._runner is not None, "a sleeping model runs no steps"
         return self._runner.execute(step)
 
+    def exchange(self, meta: Any) -> None:
+        """Let a cache connector work without a step."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        self._runner.exchange(meta)
+
+    def transfer_report(self) -> TransferReport:
+        """What became of a connector's loads and sends."""
+        assert self._runner is not None, "a sleeping model moves no cache entries"
+        return self._runner.transfer_report()
+
     def sleep(self, level: int) -> None:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
         self._runner = None
@@ -108,7 +129,7 @@ class ResidentModel:
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
-            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._switch)
+            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._switch, self._worker)
 
     def close(self) -> None:
         """Free everything."""
@@ -264,14 +285,17 @@ class CheckedModel:
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
         torch.set_num_threads(config.threads)
         kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
-        resident = ResidentModel(checkpoint, config, progress)
+        groups = group_layers(list(self.cache_specs))
+        announced = _Announced()
+        connector = self._connector(groups, announced)
+        resident = ResidentModel(checkpoint, config, progress, None if connector is None else connector.worker)
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins = [processor.build(vocab_size) for processor in self.processors]
         checks = tuple(processor.check for processor in self.processors if processor.check is not None)
-        groups = group_layers(list(self.cache_specs))
         embedding = self.embedding
         own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
-        engine = Engine(own, resident, groups, tokenizer, plugins=plugins)
+        engine = Engine(own, resident, groups, tokenizer, plugins=plugins, connector=connector)
+        announced.engine = engine
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -313,6 +337,34 @@ class CheckedModel:
             adapters=self.adapters,
         )
 
+    def _connector(self, groups: list[CacheGroup], announced: _Announced) -> KVConnector | None:
+        chosen = self.config.kv_transfer_config
+        if chosen is None:
+            return None
+        return make_connector(
+            ConnectorContext(
+                config=chosen,
+                groups=tuple(groups),
+                block_size=self.config.block_size,
+                identity=cache_identity(self.config, self.checkpoint, self.cache_specs),
+                model_name=self.checkpoint.name,
+                dtype=self.config.kv_cache_dtype,
+                specs=tuple(self.cache_specs),
+                notify=announced,
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Announced:
+    """Wakes the engine, once there is one."""
+
+    engine: Engine | None = None
+
+    def __call__(self) -> None:
+        if self.engine is not None:
+            self.engine.wake()
+
 
 def check_model(args: EngineArgs) -> CheckedModel:
     """The model that `args` names, checked; no weight byte is read.
@@ -325,10 +377,10 @@ def check_model(args: EngineArgs) -> CheckedModel:
         require_backend("--structured-outputs-backend")
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
-    if args.mmproj is not None:
-        raise UsageError("--mmproj: vision projectors cannot be loaded yet")
     device = find_device(args.device)
     checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
+    if args.mmproj is not None:
+        checkpoint = ProjectedCheckpoint(checkpoint, Path(args.mmproj), use_mmap=not args.no_mmap)
     if isinstance(args.hf_overrides, Mapping):
         if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
@@ -362,8 +414,8 @@ def _media_processor(
 ) -> MediaProcessor | None:
     """How the model takes media; None if it takes text only."""
     context = MediaContext(
-        preprocessor_config(checkpoint.path / "preprocessor_config.json"),
-        preprocessor_config(checkpoint.path / "video_preprocessor_config.json"),
+        checkpoint.preprocessor_config("image"),
+        checkpoint.preprocessor_config("video"),
         tokenizer.token_text,
         lambda text: tokenizer.encode(text, add_special_tokens=False),
         tokenizer.token_id,
@@ -433,6 +485,10 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
         cache_dtype=config.kv_cache_dtype,
+        prefix_caching_seed=None if config.kv_transfer_config is None else SHARED_HASH_SEED,
+        loads_kv=config.kv_transfer_config is None or config.kv_transfer_config.loads,
+        recomputes_kv=config.kv_transfer_config is not None
+        and config.kv_transfer_config.kv_load_failure_policy == "recompute",
         measures_blocks=config.kv_cache_metrics,
         pooling=pooling,
     )
@@ -577,4 +633,10 @@ def _class_at(path: str) -> Any:
 def _shown(config: EngineConfig) -> dict[str, Any]:
     """The configuration in plain JSON values."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, KVTransferConfig):
+        return {**value.as_json(), "kv_connector_extra_config": "set" if value.kv_connector_extra_config else None}
+    return dict(value) if isinstance(value, Mapping) else value

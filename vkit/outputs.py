@@ -271,9 +271,12 @@ class OutputProcessor:
         state.times.first_scheduled_time = sequence.first_scheduled_time
         metrics.prompt_tokens.add(num_prompt)
         metrics.prompt_tokens_by_source.add(num_prompt - num_cached, "local_compute")
-        metrics.prompt_tokens_by_source.add(num_cached, "local_cache_hit")
+        num_external = min(sequence.num_external_tokens, num_cached)
+        metrics.prompt_tokens_by_source.add(num_cached - num_external, "local_cache_hit")
+        metrics.prompt_tokens_by_source.add(num_external, "external_kv_transfer")
         metrics.prompt_tokens_cached.add(num_cached)
-        metrics.prompt_tokens_cached_by_source.add(num_cached, "device")
+        metrics.prompt_tokens_cached_by_source.add(num_cached - num_external, "device")
+        metrics.prompt_tokens_cached_by_source.add(num_external, sequence.external_source)
         metrics.request_prompt_tokens.observe(num_prompt)
         metrics.computed_tokens.observe(num_prompt - num_cached)
 
@@ -312,6 +315,7 @@ class OutputProcessor:
             prompt_logprobs=self._prompt_logprobs(state, first),
             num_cached_tokens=first.num_cached_tokens,
             metrics=state.times,
+            kv_transfer_params=first.kv_transfer_reply if finished else None,
             embedding=first.embedding,
         )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from vkit import kernels
 from vkit.batch import Batch, BatchBuilder
+from vkit.cache.connector import TransferReport, WorkerSide
 from vkit.cache.store import TensorStore
 from vkit.encoding import MediaEncoder, MediaStep
 from vkit.layers import AdapterSwitch, AdapterWeights
@@ -55,6 +56,7 @@ class PreparedStep:
     media: MediaStep
     adapters: list[tuple[Tensor | None, AdapterWeights]]
     """Rows of the batch's tokens, None for all of them, and the adapter they run with."""
+    connector_meta: Any = None
 
 
 class Runner:
@@ -64,10 +66,19 @@ class Runner:
     """Whether plans may ask for states to be copied, so that prefixes of recurrent models can be reused."""
 
     def __init__(
-        self, model: CausalLM, config: RunnerConfig, num_blocks: int, adapters: AdapterSwitch | None = None
+        self,
+        model: CausalLM,
+        config: RunnerConfig,
+        num_blocks: int,
+        adapters: AdapterSwitch | None = None,
+        worker: WorkerSide | None = None,
     ) -> None:
-        """`adapters`: what the model's linear layers listen to, where requests may choose adapters."""
+        """`adapters`: what the model's linear layers listen to, where requests may choose adapters.
+
+        `worker` moves cache entries for a connector.
+        """
         self.model = model
+        self._worker = worker
         self._adapters = adapters
         self._device = device = torch.device(config.device)
         specs = model.cache_specs()
@@ -87,11 +98,20 @@ class Runner:
         )
         self._media = MediaEncoder(model.encode_media, device)
         self._step = kernels.wrap_step(device.type, self._run)
+        self._pages = {
+            f"layers.{layer}": slab
+            for group in self.store.groups
+            for slab, layer in zip(self.store.slabs, group.layers, strict=False)
+        }
+        if worker is not None:
+            worker.register_kv_caches(self._pages)
 
     def prepare(self, plan: Plan) -> PreparedStep:
         """Everything of a step but its arithmetic; to be done before the next plan is made."""
         adapters = _adapter_rows(plan, self._device) if self._adapters is not None else []
-        return PreparedStep(self._builder.build(plan), plan.state_copies, MediaEncoder.prepare(plan), adapters)
+        return PreparedStep(
+            self._builder.build(plan), plan.state_copies, MediaEncoder.prepare(plan), adapters, plan.connector_meta
+        )
 
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order.
@@ -100,6 +120,38 @@ class Runner:
         """
         for copy in step.state_copies:
             self.store.copy_block(copy.group, copy.source, copy.target)
+        if self._worker is None:
+            return self._pass(step)
+        self._load(step.connector_meta)
+        logits = self._pass(step)
+        self._save()
+        return logits
+
+    def exchange(self, meta: Any) -> None:
+        """Load and store what a connector's `meta` asks for, without a step."""
+        self._load(meta)
+        self._save()
+
+    def transfer_report(self) -> TransferReport:
+        """What became of loads and sends since the last call."""
+        assert self._worker is not None, "only asked where there is a connector"
+        sent, received = self._worker.get_finished()
+        return TransferReport(sent, received, self._worker.get_block_ids_with_load_errors())
+
+    def _load(self, meta: Any) -> None:
+        """The whole pass may be one native call, so every layer's entries must be there before it."""
+        assert self._worker is not None
+        self._worker.start_load_kv(meta)
+        for name in self._pages:
+            self._worker.wait_for_layer_load(name)
+
+    def _save(self) -> None:
+        assert self._worker is not None
+        for name, pages in self._pages.items():
+            self._worker.save_kv_layer(name, pages)
+        self._worker.wait_for_save()
+
+    def _pass(self, step: PreparedStep) -> Tensor:
         batch = step.batch
         batch.media = self._media.run(step.media)
         if step.adapters:

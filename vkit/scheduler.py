@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vkit.cache.connector import TransferReport
 from vkit.cache.manager import KVCacheManager, PrefixHit
 from vkit.cache.media import MediaCache
+from vkit.cache.transfer import NO_OFFER, KVTransfer, Offer, Outcome, is_waiting_loaded
 from vkit.policies import make_policy
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate, StepSamples
 from vkit.types import FinishReason, PositionLogprobs
@@ -70,6 +72,7 @@ class Scheduler:
         *,
         policy: str = "fcfs",
         jumps_forward: bool = False,
+        transfer: KVTransfer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`jumps_forward`: tokens that a grammar leaves no choice about are appended without being sampled."""
@@ -91,6 +94,7 @@ class Scheduler:
         self._step = 0
         self._num_reserved = int(limits.watermark * cache.pool.num_usable)
         self._jumps_forward = jumps_forward
+        self._transfer = transfer
         self._clock = clock
 
     @property
@@ -100,7 +104,7 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Waiting sequences that could not start even with room: their grammar is being compiled."""
+        """Waiting sequences that could not start even with room: a grammar or cache entries are on the way."""
         return len(self._deferred)
 
     @property
@@ -153,6 +157,8 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason, sequence.error = reason, stop_reason, error
         del self._sequences[sequence.id]
         self._finished_ids.append(sequence.id)
+        if self._transfer is not None:
+            self._transfer.finished(sequence)
         self.media.give_back(sequence)
         self._release(sequence)
 
@@ -174,6 +180,8 @@ class Scheduler:
             self._admit_waiting(work, max_num_seqs or self.limits.max_num_seqs)
             if not work.items:
                 self._fail_if_stuck()
+        if self._transfer is not None:
+            self._transfer.end_pass()
         if not work.items:
             return None
         for item in work.items.values():
@@ -185,7 +193,7 @@ class Scheduler:
         self._step += 1
         finished_ids, self._finished_ids = self._finished_ids, []
         copies, media = self.cache.take_state_copies(), self.media.take_orders()
-        return Plan(self._step, list(work.items.values()), finished_ids, copies, media)
+        return Plan(self._step, list(work.items.values()), finished_ids, copies, media=media)
 
     def drop_finished(self, plan: Plan) -> None:
         """Take sequences out of a plan not yet run that ended since it was made.
@@ -195,7 +203,9 @@ class Scheduler:
         kept = []
         for item in plan.scheduled:
             sequence = item.sequence
-            if sequence.is_finished and not self.cache.has_registered_in_pass(sequence):
+            if plan.step <= sequence.void_step:
+                self._drop_void(item)
+            elif sequence.is_finished and not self.cache.has_registered_in_pass(sequence):
                 sequence.num_in_flight -= 1
                 self._release(sequence)
             else:
@@ -256,9 +266,10 @@ class Scheduler:
             token_ids = samples.token_ids[index]
             if item.samples:
                 sequence.num_output_placeholders -= 1 + item.num_drafts
-            if sequence.status is SequenceStatus.FINISHED:
+            if sequence.status is SequenceStatus.FINISHED or plan.step <= sequence.void_step:
                 self.num_dropped_tokens += len(token_ids)
-                self._release(sequence)
+                if sequence.is_finished:
+                    self._release(sequence)
                 continue
             if samples.errors and index in samples.errors:
                 self.finish(sequence, FinishReason.ERROR, error=samples.errors[index])
@@ -271,6 +282,60 @@ class Scheduler:
                     self._settle_drafts(item, len(token_ids))
                 updates.append(self._append_or_fail(sequence, token_ids, samples.logprobs[index]))
         return updates
+
+    def settle_transfers(self, report: TransferReport) -> list[SequenceUpdate]:
+        """Book how loads and sends went, before the step they belong to is committed."""
+        assert self._transfer is not None
+        outcomes, released = self._transfer.settle(report)
+        updates = []
+        for outcome in outcomes:
+            sequence = outcome.sequence
+            if outcome.is_async:
+                self._deferred.pop(sequence.id, None)
+            if sequence.is_finished:
+                continue
+            if outcome.is_async:
+                sequence.status = SequenceStatus.WAITING
+            if outcome.is_whole:
+                if sequence.is_loading:
+                    sequence.is_loading = False
+                    self.cache.register_loaded(sequence, outcome.num_good)
+            elif self._recover(outcome):
+                updates.append(SequenceUpdate(sequence, []))
+        for sequence in released:
+            self._release(sequence)
+        return updates
+
+    def _recover(self, outcome: Outcome) -> bool:
+        """After a load that failed: go back to the last good token, or end the sequence (then True)."""
+        assert self._transfer is not None
+        sequence, transfer = outcome.sequence, self._transfer
+        transfer.note_failure(sequence, outcome.num_good)
+        if not outcome.is_async:
+            sequence.void_step = self._step
+        if sequence.error is not None:
+            self.finish(sequence, FinishReason.ERROR, error=sequence.error)
+            return True
+        if sequence.status is SequenceStatus.PREEMPTED:
+            return False
+        if any(num > outcome.num_good // self.cache.block_size for num in sequence.num_released_blocks):
+            self._preempt(sequence, _Pass(budget=0, items={}))  # what it would go back to has been given away
+            return False
+        sequence.num_cached_tokens = min(sequence.num_cached_tokens, outcome.num_good)
+        sequence.num_external_tokens = outcome.num_good - outcome.start
+        sequence.num_computed_tokens = outcome.num_good
+        sequence.draft_token_ids.clear()
+        sequence.is_loading = False
+        self.cache.register_loaded(sequence, outcome.num_good)
+        return False
+
+    def _drop_void(self, item: ScheduledSequence) -> None:
+        sequence = item.sequence
+        sequence.num_in_flight -= 1
+        if item.samples:
+            sequence.num_output_placeholders -= 1 + item.num_drafts
+        if sequence.is_finished:
+            self._release(sequence)
 
     def _schedule_running(self, work: _Pass) -> None:
         index = 0
@@ -335,22 +400,37 @@ class Scheduler:
                 rejected.append(sequence)
                 continue
             hit = self.cache.find_hit(sequence)
-            want = self._num_admitted(sequence, hit, work.budget)
+            offer = NO_OFFER if self._transfer is None else self._transfer.offer(sequence, hit)
+            if offer is None:
+                continue  # asked again next step, in its old place
+            if sequence.error is not None:
+                rejected.append(sequence)
+                continue
+            others_run = bool(self.running or admitted)
+            if offer.is_async:
+                if not self._allocate_first(sequence, hit, offer, 0, others_run=others_run):
+                    break
+                self._begin_load(sequence, hit, offer)
+                continue
+            start = hit.num_tokens + offer.num_tokens
+            want = self._num_admitted(sequence, start, work.budget)
             if want <= 0:
                 continue  # its media cannot be encoded in this step
-            is_partial = hit.num_tokens + want < sequence.num_tokens
+            is_partial = start + want < sequence.num_tokens
             is_long = sequence.num_tokens > self.limits.long_prompt_tokens
             if is_partial and not self._may_be_partial(num_partial, num_long_partial, is_long):
                 break
-            if not self._allocate_first(sequence, hit, want, others_run=bool(self.running or admitted)):
+            if not self._allocate_first(sequence, hit, offer, want, others_run=others_run):
                 break
             num_partial += is_partial
             num_long_partial += is_partial and is_long
             self.cache.count_hit(sequence, hit)
             if not sequence.num_preemptions:
-                sequence.num_cached_tokens = hit.num_tokens
-            sequence.num_computed_tokens = hit.num_tokens
-            self._record(sequence, hit.num_tokens, want, work)
+                sequence.num_cached_tokens = start
+            sequence.num_computed_tokens = start
+            if self._transfer is not None:
+                self._transfer.accept(sequence, hit, offer)
+            self._record(sequence, start, want, work)
             admitted.append(sequence)
         now = self._clock() if admitted else 0.0
         for sequence in admitted:
@@ -362,6 +442,14 @@ class Scheduler:
         for sequence in rejected:
             self._reject(sequence)
 
+    def _begin_load(self, sequence: Sequence, hit: PrefixHit, offer: Offer) -> None:
+        """Let a sequence wait, with its blocks, until its cache entries have arrived."""
+        assert self._transfer is not None
+        self._transfer.accept(sequence, hit, offer)
+        sequence.num_computed_tokens = hit.num_tokens + offer.num_tokens
+        sequence.status = SequenceStatus.WAITING_FOR_REMOTE_KV
+        self._deferred[sequence.id] = sequence
+
     def _lacks_adapter_slot(self, sequence: Sequence, admitted: list[Sequence]) -> bool:
         """Whether running this sequence now would mix more adapters than allowed."""
         adapter, limit = sequence.adapter, self.limits.max_loras
@@ -370,11 +458,11 @@ class Scheduler:
         active = {item.adapter.key for item in (*self.running, *admitted) if item.adapter is not None}
         return adapter.key not in active and len(active) >= limit
 
-    def _num_admitted(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int:
-        want = min(sequence.num_tokens - hit.num_tokens, budget)
+    def _num_admitted(self, sequence: Sequence, start: int, budget: int) -> int:
+        want = min(sequence.num_tokens - start, budget)
         if self.limits.long_prefill_token_threshold > 0:
             want = min(want, self.limits.long_prefill_token_threshold)
-        return self._cut(sequence, hit.num_tokens, want)
+        return self._cut(sequence, start, want)
 
     def _may_be_partial(self, num_partial: int, num_long_partial: int, is_long: bool) -> bool:
         limits = self.limits
@@ -393,11 +481,13 @@ class Scheduler:
         partial = [sequence for sequence in self.running if sequence.is_prefilling]
         return len(partial), sum(1 for item in partial if item.num_tokens > self.limits.long_prompt_tokens)
 
-    def _allocate_first(self, sequence: Sequence, hit: PrefixHit, want: int, *, others_run: bool) -> bool:
+    def _allocate_first(self, sequence: Sequence, hit: PrefixHit, offer: Offer, want: int, *, others_run: bool) -> bool:
         reserved = self._num_reserved if others_run else 0
         if self.limits.full_sequence_must_fit and not self.cache.can_hold_all(sequence, hit, reserved):
             return False
-        return self.cache.allocate(sequence, want, hit, num_reserved=reserved)
+        if sequence.block_ids:
+            return self.cache.allocate(sequence, want, num_reserved=reserved)
+        return self.cache.allocate(sequence, want, hit, num_reserved=reserved, num_external=offer.num_tokens)
 
     def _hit_length(self, sequence: Sequence) -> int:
         return self.cache.find_hit(sequence).num_tokens
@@ -417,7 +507,7 @@ class Scheduler:
             sequence.status = SequenceStatus.WAITING
             del self._deferred[sequence.id]
         # A token preempted in flight has yet to come back.
-        return sequence.num_output_placeholders > 0
+        return sequence.num_output_placeholders > 0 or sequence.status is SequenceStatus.WAITING_FOR_REMOTE_KV
 
     def _reject(self, sequence: Sequence) -> None:
         error = sequence.error or (
@@ -429,13 +519,30 @@ class Scheduler:
 
     def _fail_if_stuck(self) -> None:
         """End the first waiting sequence when nothing runs and it still cannot: waiting longer would change nothing."""
-        if self.running or self.cache.pool.num_free < self.cache.pool.num_usable:
+        if self.running:
+            return
+        if self.cache.pool.num_free < self.cache.pool.num_usable:
+            self._drop_idle_loads()
             return
         for sequence in self._policy.order(self._hit_length):
+            if self._transfer is not None and not self._is_deferred(sequence) and not sequence.skips_external:
+                # What a connector offers may be too large for the pool where computing it piece by piece is not.
+                sequence.skips_external = not self._transfer.is_asking(sequence)
+                return
             if not self._is_deferred(sequence):
                 sequence.error = f"{sequence.num_tokens} tokens cannot be scheduled within the limits of one step"
                 self._reject(sequence)
                 return
+
+    def _drop_idle_loads(self) -> None:
+        """Nothing runs and nothing fits: take blocks from sequences that only wait with what was loaded for them."""
+        if self._transfer is None or self._deferred:
+            return
+        for sequence in [item for item in self._sequences.values() if is_waiting_loaded(item)]:
+            self.cache.free(sequence)
+            sequence.num_computed_tokens = 0
+            sequence.skips_external = True
+            self._transfer.preempted(sequence)
 
     def _record(self, sequence: Sequence, start: int, want: int, work: _Pass) -> None:
         end = start + want
@@ -461,6 +568,8 @@ class Scheduler:
         self.cache.free(victim)
         self.media.give_back(victim)
         self.running.remove(victim)
+        if self._transfer is not None:
+            self._transfer.preempted(victim)
         victim.status = SequenceStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.draft_token_ids.clear()
@@ -471,7 +580,7 @@ class Scheduler:
         work.num_preempted += 1
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.num_in_flight == 0:
+        if sequence.num_in_flight == 0 and not (self._transfer is not None and self._transfer.holds(sequence)):
             self.cache.free(sequence)
 
     @staticmethod

@@ -127,6 +127,20 @@ class Sequence:
     """Sampled positions whose token id has not come back yet (asynchronous scheduling)."""
     num_in_flight: int = 0
     """Plans that name this sequence and are not committed yet; its blocks outlive them."""
+    num_external_tokens: int = 0
+    """Of the computed tokens, those that a cache connector brought."""
+    external_source: str = "external_unspecified"
+    """The tier they came from, one of metrics.CACHED_SOURCES."""
+    is_loading: bool = False
+    """Whether the bytes of external tokens are not yet known to be in the blocks."""
+    skips_external: bool = False
+    """Whether a cache connector is not to be asked any more."""
+    void_step: int = 0
+    """Results of plans up to this step are void: they were computed from entries that never arrived."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the client said to the cache connector."""
+    kv_transfer_reply: dict[str, Any] | None = None
+    """What the cache connector says to the client."""
     draft_token_ids: list[int] = field(default_factory=list)
     block_ids: list[list[int]] = field(default_factory=list)
     """One block table per cache group; 0 stands for a block that is no longer needed."""
@@ -259,6 +273,8 @@ class Plan:
     """Sequences that ended since the last plan: their state rows may be dropped."""
     state_copies: list[StateCopy] = field(default_factory=list)
     """To be done in this order, before anything of the step is written."""
+    connector_meta: Any = None
+    """What the cache connector's worker half loads and stores with this step."""
     media: MediaOrders = field(default_factory=MediaOrders)
 
     @property

@@ -378,6 +378,8 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """What a cache connector has to say to the client; with the last output only."""
     embedding: list[float] | None = None
     """The prompt's vector, of length 1, from a model that embeds."""
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "dense.h"
+#include "narrow.h"
 #include "rows.h"
 
 namespace {
@@ -161,11 +162,11 @@ VK_INLINE void find_keys(const Attention& a, const int32_t* table, int64_t head,
         }
         if (!i || offset == a.block_size) {
             if (i) ++block, offset = 0;
-            k = row_at(a.k, table[block] * ks[0] + head * ks[2], a.cache_dtype);
-            v = row_at(a.v, table[block] * vs[0] + head * vs[2], a.cache_dtype);
+            k = cache_row(a.k, table[block] * ks[0] + head * ks[2], a.cache_dtype);
+            v = cache_row(a.v, table[block] * vs[0] + head * vs[2], a.cache_dtype);
         }
-        key[i] = row_at(k, offset * ks[1], a.cache_dtype);
-        value[i] = row_at(v, offset * vs[1], a.cache_dtype);
+        key[i] = cache_row(k, offset * ks[1], a.cache_dtype);
+        value[i] = cache_row(v, offset * vs[1], a.cache_dtype);
         ++offset;
     }
 }
@@ -175,7 +176,7 @@ VK_INLINE void expect_keys(const Attention& a, const int32_t* table, int64_t hea
     if (first >= end) return;
     const void *key[KEYS], *value[KEYS];
     find_keys(a, table, head, first, end, key, value);
-    const int64_t k_bytes = a.d * dtype_size(a.cache_dtype), v_bytes = a.dv * dtype_size(a.cache_dtype);
+    const int64_t k_bytes = cache_row_bytes(a.cache_dtype, a.d), v_bytes = cache_row_bytes(a.cache_dtype, a.dv);
     for (int i = 0; i < KEYS; ++i) {
         for (int64_t at = 0; at < k_bytes; at += 64) vk_prefetch_far((const char*)key[i] + at);
         for (int64_t at = 0; at < v_bytes; at += 64) vk_prefetch_far((const char*)value[i] + at);
@@ -192,7 +193,7 @@ VK_INLINE void load_keys(const Attention& a, const TileMemory& m, const int32_t*
         for (int64_t i = 0; i < a.d; i += 16) {
             VF t[16];
 VK_UNROLL(16)
-            for (int j = 0; j < 16; ++j) t[j] = load_upto(key[16 * chunk + j], a.cache_dtype, i, a.d);
+            for (int j = 0; j < 16; ++j) t[j] = load_cached(key[16 * chunk + j], a.cache_dtype, i, a.d);
             transpose16(t);
             float* to = m.key + (chunk * d16 + i) * 16;
 VK_UNROLL(16)
@@ -200,7 +201,7 @@ VK_UNROLL(16)
         }
     }
     for (int i = 0; i < KEYS && first + i < end; ++i)
-        for (int64_t j = 0; j < a.dv; j += 16) vf_store(m.value + i * dv16 + j, load_upto(value[i], a.cache_dtype, j, a.dv));
+        for (int64_t j = 0; j < a.dv; j += 16) vf_store(m.value + i * dv16 + j, load_cached(value[i], a.cache_dtype, j, a.dv));
 }
 
 template <int R>

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vkit.kernels.cpu.dtypes import DTYPE_IDS
+from vkit.kernels.cpu.dtypes import CACHE_IDS
 from vkit.kernels.dispatch import default_kv_layout
+from vkit.kernels.reference.narrow_cache import SCALE_BYTES
 
 TILE = 16
 """Keys in a vector."""
@@ -33,13 +34,15 @@ class Cache:
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> Cache | None:
         """What k and v are; None for a pair that no kernel reads."""
-        if k.dtype not in DTYPE_IDS or v.dtype is not k.dtype:
+        if k.dtype not in CACHE_IDS or v.dtype is not k.dtype:
             return None
         if k.ndim == 4:
             if k.stride(3) != 1 or v.stride(3) != 1:
                 return None
             strides = [(x.stride(0), x.stride(1), x.stride(2)) for x in (k, v)]
-            return cls(False, k.shape[1], k.shape[2], k.shape[3], v.shape[3], strides[0], strides[1])
+            behind = SCALE_BYTES if k.dtype is torch.int8 else 0
+            widths = k.shape[3] - behind, v.shape[3] - behind
+            return cls(False, k.shape[1], k.shape[2], *widths, strides[0], strides[1])
         pairs = 2 if k.ndim == 6 else 1
         block_size, key_dim = k.shape[2] * TILE, k.shape[3] * pairs
         strides = [(x.stride(0), 0, x.stride(1)) for x in (k, v)]

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "narrow.h"
 #include "rows.h"
 
 namespace {
@@ -187,8 +188,9 @@ void op_write_kv(const VkOp* op, const VkStep* step, VkCtx* ctx) {
             const int64_t* strides = op->n + 11 + 3 * part;
             for (int64_t h = 0; h < op->n[0]; ++h) {
                 const void* from = row_at(op->p[part], row * op->n[5 + part] + h * op->n[7 + part], dtype);
-                void* to = row_at(op->p[2 + part], block * strides[0] + h * strides[2], cache_dtype);
-                if (op->n[1]) write_tiled(op, part, from, dtype, to, offset);
+                void* to = (void*)cache_row(op->p[2 + part], block * strides[0] + h * strides[2], cache_dtype);
+                if (is_narrow(cache_dtype)) store_cached((char*)to + offset * strides[1], cache_dtype, from, dtype, op->n[2 + part]);
+                else if (op->n[1]) write_tiled(op, part, from, dtype, to, offset);
                 else convert_row(row_at(to, offset * strides[1], cache_dtype), cache_dtype, from, dtype, op->n[2 + part]);
             }
         }

@@ -17,6 +17,7 @@
 #include "rows.h"
 #include "gemm.h"
 #include "dense.h"
+#include "narrow.h"
 #include "elementwise.h"
 #include "attention.h"
 #include "sampling.h"

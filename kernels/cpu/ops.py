@@ -28,7 +28,7 @@ from vkit.kernels.cpu.base import (
     whole,
 )
 from vkit.kernels.cpu.cache import Cache
-from vkit.kernels.cpu.dtypes import DTYPE_IDS
+from vkit.kernels.cpu.dtypes import CACHE_IDS, DTYPE_IDS
 from vkit.kernels.cpu.experts import ExpertOps
 from vkit.kernels.cpu.library import NO_STEP, ROWS_SEQS, Op, make_op
 from vkit.kernels.cpu.recurrent import RecurrentOps
@@ -436,7 +436,7 @@ class Operations(RecurrentOps, ExpertOps):
         numbers = (
             *(k.shape[1], int(cache.is_tiled), k.shape[2], v.shape[2], DTYPE_IDS[k.dtype]),
             *(k.stride(0), v.stride(0), k.stride(1), v.stride(1)),
-            *(DTYPE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
+            *(CACHE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
         )
         pointers = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr())
         op = make_op("WRITE_KV", rows, pointers, numbers, row_factor=factor)
@@ -466,7 +466,7 @@ class Operations(RecurrentOps, ExpertOps):
         out = tape.empty((q.shape[0], num_heads, width), q.dtype)
         numbers = (
             *(num_heads, cache.num_heads, q.shape[2], width, DTYPE_IDS[q.dtype], q.stride(0), q.stride(1)),
-            *(num_heads * width, DTYPE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
+            *(num_heads * width, CACHE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
             *(batch.block_table.stride(0), window or 0, int(cache.is_tiled)),
         )
         pointers: Pointers = (

@@ -30,7 +30,7 @@ _RECORDED = StepSizes(tokens=31, logits=17, seqs=13)
 """Primes, so that every row count tells which size it comes from."""
 
 _KEPT_LOGITS = 64
-"""Rows of logits with a place of their own; more of them, as all of a prompt's may be, get new memory each time."""
+"""Rows of logits that have a place of their own; more of them, as all of a prompt's may be, get new memory."""
 
 _TOKEN_FIELDS = ("token_ids", "positions", "slot_mapping")
 _LOGITS_FIELDS = ("logits_rows",)
@@ -193,6 +193,16 @@ _HOST_READS = frozenset(
 )
 
 
+_HARMLESS = frozenset(
+    {
+        *(torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.element_size, torch.Tensor.is_contiguous),
+        *(torch.Tensor.numel, torch.Tensor.view, torch.Tensor.unflatten, torch.Tensor.unsqueeze),
+        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "device", "is_cuda")),
+    }
+)
+"""Most of what is called while a step is recorded: facts and views, which need no look at their result."""
+
+
 class _OnlyViews(TorchFunctionMode):
     """Refuses whatever torch would compute, and values read on the host: only views and facts about tensors pass.
 
@@ -201,6 +211,8 @@ class _OnlyViews(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in _HARMLESS:
+            return result
         with torch._C.DisableTorchFunction():
             known = {x.untyped_storage().data_ptr() for x in _tensors([args, kwargs])}
             is_new = any(x.untyped_storage().data_ptr() not in known for x in _tensors([result]))

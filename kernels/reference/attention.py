@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from vkit.kernels.paged import PagedBatch
+from vkit.kernels.reference.narrow_cache import FP8, SCALE_BYTES, decode_rows, encode_rows
+
+_BYTES = dict.fromkeys(FP8, torch.uint8)
 
 _MAX_SCORES = 1 << 23
 """Scores alive at once on the path that builds them (float32: 32 MB)."""
@@ -31,8 +34,9 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         kept = slot_mapping >= 0
         k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
     at = (slot_mapping // block_size, slot_mapping % block_size)
-    k_cache.index_put_(at, k.to(k_cache.dtype))
-    v_cache.index_put_(at, v.to(v_cache.dtype))
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        stored = _BYTES.get(cache.dtype, cache.dtype)  # not every type has an index_put of its own; bytes have
+        cache.view(stored).index_put_(at, encode_rows(rows, cache.dtype).view(stored))
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
@@ -59,7 +63,7 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(mask(cap(scale · q kᵀ))) v for every query against its own sequence."""
-    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
+    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1] - (SCALE_BYTES if v_cache.dtype is torch.int8 else 0))
     work = _work(batch, k_cache.shape[1], window)
     for group in work.decodes:
         keys, values = _gather(group.blocks, k_cache, v_cache, q.dtype)
@@ -189,7 +193,15 @@ def _decode_group(batch: PagedBatch, members: list[int], block_size: int, window
 
 def _gather(blocks: Tensor, k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values of the blocks (b, n), as (b, n · S, K, D)."""
-    return k_cache[blocks].flatten(1, 2).to(dtype), v_cache[blocks].flatten(1, 2).to(dtype)
+    k, v = (decode_rows(_taken(cache, blocks), dtype) for cache in (k_cache, v_cache))
+    return k, v
+
+
+def _taken(cache: Tensor, blocks: Tensor) -> Tensor:
+    """The blocks of a cache, through bytes where its type has no index of its own."""
+    stored = _BYTES.get(cache.dtype)
+    rows = cache[blocks] if stored is None else cache.view(stored)[blocks].view(cache.dtype)
+    return rows.flatten(1, 2)
 
 
 def _attend(

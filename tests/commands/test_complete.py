@@ -158,7 +158,7 @@ def test_negative_temperature_is_greedy(complete: Run, fake_llm: Any) -> None:
         (["--prompt", "x", "--grammar", "root ::= ("], "--grammar: line 1, column 10"),
         (["--prompt", "x", "--grammar", "start: nobody"], "--grammar"),
         (["--prompt", "x", "--image", "cat.png"], "--image"),
-        (["--prompt", "x", "--quantization", "awq"], "--quantization"),
+        (["--prompt", "x", "--quantization", "int3"], "--quantization"),
     ],
 )
 def test_refusals_name_the_flag_before_anything_loads(complete: Run, fake_llm: Any, args: list[str], flag: str) -> None:

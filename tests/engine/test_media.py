@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vkit import LLM, ImageMedia, InvalidRequest, SamplingParams, UsageError, VideoMedia
+from vkit import LLM, AudioMedia, ImageMedia, InvalidRequest, SamplingParams, UsageError, VideoMedia
 
 GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
 PIXELS = {"size": {"shortest_edge": 256, "longest_edge": 1024}, "patch_size": 4}
@@ -148,6 +148,60 @@ def test_sleep_forgets_encoded_media(alone: tuple[str, list[list[int]]]) -> None
         llm.sleep(2)
         llm.wake_up()
         assert tokens(llm) == expected
+
+
+GEMMA_IMAGE, GEMMA_SOUND = "<|image_pad|>", "<|im_end|>"
+"""The golden's ids for images and sound, as the byte tokenizer spells them; a real vocabulary has marks around them."""
+
+GEMMA_PROMPTS: list[dict[str, Any]] = [
+    {"prompt": f"a picture far from the start {GEMMA_IMAGE} and more", "multi_modal_data": {"image": image(12, 17)}},
+    {"prompt": "only text here, longer than a window"},
+    {
+        "prompt": f"{GEMMA_IMAGE}{GEMMA_IMAGE} {GEMMA_SOUND} x",
+        "multi_modal_data": {
+            "image": [image(9, 14, 1), image(40, 24, 2)],
+            "audio": [AudioMedia(np.sin(np.arange(77, dtype=np.float32)), 16000)],
+        },
+    },
+    {"prompt": f"a picture far from the start {GEMMA_IMAGE} and less", "multi_modal_data": {"image": image(12, 17)}},
+]
+
+
+@pytest.fixture(scope="module")
+def hearing(model_folder: Callable[[str], str]) -> tuple[str, list[list[int]]]:
+    """A model whose pictures see themselves, and each prompt's tokens when it runs alone and uncut."""
+    folder = model_folder("gemma4_unified")
+    (Path(folder) / "preprocessor_config.json").write_text(json.dumps({"max_soft_tokens": 8}))
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        return folder, [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in GEMMA_PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 1, "max_num_batched_tokens": 8},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 11, "enable_prefix_caching": True},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_num_encoder_input_tokens": 3, "async_scheduling": True},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 35},
+    ],
+    ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()),
+)
+def test_pictures_that_see_themselves(hearing: tuple[str, list[list[int]]], settings: dict[str, Any]) -> None:
+    folder, expected = hearing
+    with open_llm(folder, **settings) as llm:
+        assert tokens(llm, GEMMA_PROMPTS * 2) == expected * 2
+        if "num_blocks" in settings:
+            assert value(llm, "vllm:num_preemptions") > 0
+        if settings.get("enable_prefix_caching"):
+            assert value(llm, "vllm:prefix_cache_hits") > 0
+
+
+def test_a_picture_that_sees_itself_needs_room_in_one_step(hearing: tuple[str, list[list[int]]]) -> None:
+    with open_llm(hearing[0], max_num_seqs=1, max_num_batched_tokens=4) as llm:
+        with pytest.raises(InvalidRequest, match=r"image: its 6 tokens side by side .* at most 4"):
+            llm.generate(GEMMA_PROMPTS[0], GREEDY)
+        sound = {"image": [], "audio": GEMMA_PROMPTS[2]["multi_modal_data"]["audio"]}
+        assert tokens(llm, [{"prompt": f"hear {GEMMA_SOUND}", "multi_modal_data": sound}])
 
 
 @pytest.fixture(scope="module")

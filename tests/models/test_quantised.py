@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from vkit.errors import CheckpointError, ModelLoadError
 from vkit.kernels import ScaledMatrix
-from vkit.layers import Experts, Placement
+from vkit.layers import Attention, Experts, Placement
 from vkit.loaders import open_checkpoint
 from vkit.models import build_model
 from vkit.quantization import StackedLinear
@@ -274,10 +274,28 @@ def test_layers_that_lists_leave_plain(
         build_model(checkpoint, make_options())
 
 
-def test_scales_of_the_cache_are_announced(altered: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint = open_checkpoint(altered("fp8_static", {"model.layers.0.self_attn.k_scale": torch.ones(())}))
+@pytest.mark.parametrize("name", ["k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"])
+def test_scales_of_the_cache(
+    altered: Callable[..., Path], make_options: Callable[..., Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = "model.layers.0.self_attn."
+    checkpoint = open_checkpoint(altered("fp8_static", {where + name: torch.tensor(0.25)}))
+    assert where + name not in checkpoint.tensor_names()
+    build_model(checkpoint, make_options())
     assert "scales of cached keys and values are not used" in caplog.text
-    assert "model.layers.0.self_attn.k_scale" not in checkpoint.tensor_names()
+    model = build_model(checkpoint, make_options(kv_cache_dtype="float8_e4m3fn"))
+    layers = [module for _, module in model.walk() if isinstance(module, Attention)]
+    assert [(layer.k_scale, layer.v_scale) for layer in layers[:2]] == [
+        (0.25, 0.25 if name == "kv_scale" else 1.0),
+        (1.0, 1.0),
+    ]
+
+
+def test_an_fp8_cache_without_scales_is_announced(
+    altered: Callable[..., Path], make_options: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    build_model(open_checkpoint(altered("fp8_static", {})), make_options(kv_cache_dtype="float8_e5m2"))
+    assert "no scales for an fp8 cache" in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)

@@ -208,7 +208,7 @@ class FakeAsyncLLM:
             *self.measured.families(),
         ]
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         if self._running and not reset_running_requests:
             return False
         self.cached_prefixes.clear()
@@ -234,6 +234,7 @@ class FakeAsyncLLM:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         assert not isinstance(prompt, str)
         token_ids = list(prompt["prompt_token_ids"])

@@ -24,6 +24,8 @@ class PrefixHit:
 
     num_tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
+    num_loaded: int = 0
+    """Of the tokens, those that a cache connector brought while the sequence waited; it holds its blocks already."""
 
 
 @dataclass(slots=True)
@@ -100,7 +102,9 @@ class KVCacheManager:
         return sum(rules.max_held(num_tokens, min(self._max_step_tokens, num_tokens)) for rules in self._rules)
 
     def find_hit(self, sequence: Sequence) -> PrefixHit:
-        """The longest reusable prefix that leaves at least one token to compute."""
+        """The longest reusable prefix that leaves at least one token to compute; what it holds, if it holds blocks."""
+        if sequence.block_ids:
+            return PrefixHit(sequence.num_computed_tokens, sequence.block_ids, sequence.num_external_tokens)
         if self._hasher is None or not sequence.reads_prefix_cache:
             return PrefixHit()
         self._hasher.extend(sequence)
@@ -133,11 +137,11 @@ class KVCacheManager:
             return
         if sequence.num_preemptions:
             self.stats.num_resumed_queries += sequence.num_tokens
-            self.stats.num_resumed_hits += hit.num_tokens
+            self.stats.num_resumed_hits += hit.num_tokens - hit.num_loaded
         else:
             self.stats.num_queries += sequence.num_tokens
-            self.stats.num_hits += hit.num_tokens
-            self.stats.recent.append((sequence.num_tokens, hit.num_tokens))
+            self.stats.num_hits += hit.num_tokens - hit.num_loaded
+            self.stats.recent.append((sequence.num_tokens, hit.num_tokens - hit.num_loaded))
 
     def can_hold_all(self, sequence: Sequence, hit: PrefixHit, num_reserved: int) -> bool:
         """Whether the blocks for all known tokens are free now, beyond what the hit provides."""
@@ -162,12 +166,14 @@ class KVCacheManager:
         *,
         num_lookahead: int = 0,
         num_reserved: int = 0,
+        num_external: int = 0,
     ) -> bool:
         """Give the sequence slots for its next tokens; False, and nothing is taken, when too few blocks are free.
 
         `hit` is given at admission only; the sequence then owns no blocks yet. `num_reserved` blocks stay free.
+        `num_external` tokens after the hit will be loaded and not computed.
         """
-        num_computed = hit.num_tokens if hit is not None else sequence.num_computed_tokens
+        num_computed = hit.num_tokens + num_external if hit is not None else sequence.num_computed_tokens
         if hit is None:
             self._release_outside_windows(sequence)
         tables = sequence.block_ids or (hit.tables if hit is not None and hit.tables else [[] for _ in self.groups])
@@ -186,9 +192,19 @@ class KVCacheManager:
         for group, count in enumerate(counts):
             if count > 0:
                 sequence.block_ids[group].extend(self.pool.get_new_blocks(count))
-        if self._hasher is not None:
+        if self._hasher is not None and not num_external and not sequence.is_loading:
             self._register_full_blocks(sequence, num_computed + num_new_tokens)
         return True
+
+    def register_loaded(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make blocks reusable whose bytes have been loaded: those of the first `num_tokens` tokens."""
+        if self._hasher is not None:
+            self._register_full_blocks(sequence, num_tokens, is_written=True)
+
+    def extend_hashes(self, sequence: Sequence) -> None:
+        """Bring the sequence's block hashes up to date."""
+        if self._hasher is not None:
+            self._hasher.extend(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Take back all blocks; deep ones are evicted before shallow ones."""
@@ -252,8 +268,8 @@ class KVCacheManager:
             self.pool.free([saved])
             sequence.block_ids[group] = [current]
 
-    def _register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make blocks reusable that hold nothing but known tokens once this step has run."""
+    def _register_full_blocks(self, sequence: Sequence, num_tokens: int, *, is_written: bool = False) -> None:
+        """Make blocks reusable that hold nothing but known tokens once this step has run, or hold them already."""
         assert self._hasher is not None
         num_full = min(num_tokens, len(sequence.token_ids)) // self.block_size
         registered = sequence.num_registered_blocks
@@ -263,7 +279,7 @@ class KVCacheManager:
                 continue
             self._hasher.extend(sequence)
             table = sequence.block_ids[group]
-            stored = self._registered_in_pass.setdefault(sequence.id, [])
+            stored = [] if is_written else self._registered_in_pass.setdefault(sequence.id, [])
             for index in range(first, num_full):
                 if table[index] != NULL_BLOCK:
                     self.pool.register(table[index], (group, sequence.block_hashes[index]))

@@ -10,6 +10,7 @@ from typing import Any
 
 from vkit.conversion.metadata import FULL, Described, add_rope, layer_flags, qwen35_keys, refuse
 from vkit.models.deepseek_v4 import layer_kinds
+from vkit.models.gemma4 import full_layer_keys
 from vkit.models.hf_config import HFConfig
 from vkit.models.nemotron_h import block_kinds
 
@@ -199,13 +200,14 @@ def _muse_glimmer(described: Described, config: HFConfig, arch: str) -> None:
 def _gemma4(described: Described, config: HFConfig, arch: str) -> None:
     keys, num_layers = described.keys, described.keys["block_count"]
     flags = layer_flags(config, arch)
-    global_dim, head_dim = config.integer("global_head_dim", default=512), config.head_dim
+    full = full_layer_keys(config, ["sliding_attention" if flag else FULL for flag in flags])
+    global_dim, head_dim = full.integer("head_dim", default=512), config.head_dim
     num_shared = config.integer("num_kv_shared_layers", default=0)
     _two_ropes(described, config, arch, (global_dim, head_dim))
     kv_heads = config.num_kv_heads
     global_kv_heads = kv_heads
     if config.flag("attention_k_eq_v", default=False):
-        global_kv_heads = config.integer("num_global_key_value_heads", default=kv_heads)
+        global_kv_heads = full.integer("num_key_value_heads", default=kv_heads)
     width = config.integer("intermediate_size")
     is_wide = config.flag("use_double_wide_mlp", default=False)
     first_shared = num_layers - num_shared

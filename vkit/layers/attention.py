@@ -38,6 +38,9 @@ class Attention(CacheOwner):
     for checkpoints that call them otherwise. Head norms see one head at a time, or the whole projection.
     """
 
+    takes_cache_scales = True
+    """Whether keys and values may be kept divided by `k_scale` and `v_scale`."""
+
     def __init__(
         self,
         layer: int,
@@ -76,10 +79,13 @@ class Attention(CacheOwner):
         self._head_dim = head_dim
         self._scale = head_dim**-0.5 if scale is None else scale
         self._soft_cap = soft_cap
+        self.k_scale = 1.0
+        self.v_scale = 1.0
 
     def cache_spec(self, dtype: torch.dtype) -> LayerCacheSpec:
         """Keys and values of every token, or of those in the window."""
-        shape = (self._num_kv_heads, self._head_dim)
+        # One scale per token and head lies behind the codes of int8.
+        shape = (self._num_kv_heads, self._head_dim + (4 if dtype is torch.int8 else 0))
         name = str(dtype).removeprefix("torch.")
         tensors = tuple(TensorSpec(key, shape, name, dtype.itemsize) for key in ("k", "v"))
         kind = CacheKind.FULL if self.window is None else CacheKind.SLIDING
@@ -102,12 +108,18 @@ class Attention(CacheOwner):
         q, k = self._positioned(q, k, batch)
         v = v.view(v.shape[0], -1, self._head_dim)
         k_cache, v_cache, paged = batch.kv(self.layer)
+        if self.k_scale != 1.0:
+            k = kernels.scale(k, 1.0 / self.k_scale)
+        if self.v_scale != 1.0:
+            v = kernels.scale(v, 1.0 / self.v_scale)
         kernels.write_kv(k, v, k_cache, v_cache, paged.slot_mapping)
         return self.look_up(q, k_cache, v_cache, batch, paged)
 
     def look_up(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, paged: PagedBatch) -> Tensor:
         """Queries (T, heads, D) against what the cache holds -> (T, heads, D)."""
-        return kernels.paged_attention(q, k_cache, v_cache, paged, self._scale, self.window, self._soft_cap)
+        scale = self._scale * self.k_scale
+        out = kernels.paged_attention(q, k_cache, v_cache, paged, scale, self.window, self._soft_cap)
+        return out if self.v_scale == 1.0 else kernels.scale(out, self.v_scale)
 
     def _positioned(self, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Queries and keys by head, normed and rotated."""

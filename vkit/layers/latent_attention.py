@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.cache.groups import CacheKind, LayerCacheSpec, TensorSpec
+from vkit.errors import UsageError
 from vkit.layers.attention import CacheOwner
 from vkit.layers.linear import Linear
 from vkit.layers.module import Module, Placement, TensorSlot
@@ -81,6 +82,11 @@ class LatentAttention(CacheOwner):
 
     def cache_spec(self, dtype: torch.dtype) -> LayerCacheSpec:
         """The latent vector and the rotated part of every token."""
+        if dtype.itemsize == 1:
+            raise UsageError(
+                "--kv-cache-dtype: latent attention keeps one vector per token, which fp8 and int8 are too coarse for",
+                remedy="auto, bfloat16, float16 or float32",
+            )
         width = self._shape.kv_rank + self._shape.rope_dim
         tensor = TensorSpec("latent", (1, width), str(dtype).removeprefix("torch."), dtype.itemsize)
         return LayerCacheSpec(CacheKind.FULL, (tensor,))

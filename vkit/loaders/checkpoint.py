@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from vkit.errors import CheckpointError
 from vkit.quantization import Weight
 
 MAX_NAMES_SHOWN = 8
@@ -92,6 +94,23 @@ class Checkpoint(ABC):
         Raises:
             CheckpointError: there is no tensor of that name, or its shape contradicts the configuration.
         """
+
+    def preprocessor_config(self, kind: Literal["image", "video"]) -> Mapping[str, Any]:
+        """How media are to be prepared, by the file beside the weights; empty where there is none.
+
+        Raises:
+            CheckpointError: a file that is no JSON object.
+        """
+        path = self.path / {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}[kind]
+        if not path.is_file():
+            return {}
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
+        return values
 
     @abstractmethod
     def release_pages(self) -> None:

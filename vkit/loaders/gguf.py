@@ -236,7 +236,7 @@ def _architecture(path: Path, header: GGUFHeader) -> tuple[str, GGUFArchitecture
     if name == "clip":
         raise ModelLoadError(
             f"{path}: this is a vision projector (GGUF architecture 'clip'), not a language model",
-            remedy="pass the language model's file",
+            remedy="pass the language model's file, and this one with --mmproj",
         )
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
@@ -362,10 +362,10 @@ class GGUFTensors(TensorFiles):
 
     format: Literal["safetensors", "gguf"] = "gguf"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, use_mmap: bool = True) -> None:
         self.path = path
         self.is_sharded = False
-        self._storages, header, self._placed = _open_parts(path, use_mmap=True)
+        self._storages, header, self._placed = _open_parts(path, use_mmap=use_mmap)
         self.metadata: Mapping[str, Any] = header.metadata
         self._shapes = {name: self._true_shape(name) for name in self._placed}
 
@@ -392,6 +392,16 @@ class GGUFTensors(TensorFiles):
         if tuple(weight.shape) == wanted:
             return weight
         return (weight.dequantize() if isinstance(weight, QuantizedTensor) else weight).reshape(wanted)
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """What the header says about each tensor."""
+        return {name: placed.entry for name, placed in self._placed.items()}
+
+    def release_pages(self) -> None:
+        """Drop all tensors' pages."""
+        for storage in self._storages:
+            storage.release_pages()
 
     def release(self, name: str) -> None:
         """Drop the tensor's pages."""

@@ -110,6 +110,8 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         gguf_config.qwen35, names.QWEN35, _ZERO_CENTRED | {"ssm_a": LOGARITHM, "ssm_conv1d": DEPTHWISE}
     ),
     "qwen3moe": GGUFArchitecture(gguf_config.qwen3moe, names.QWEN3_MOE),
+    # Positions in three axes only matter beside a tower, which lies in a file of its own (mmproj.py).
+    "qwen3vl": GGUFArchitecture(gguf_config.qwen3, names.QWEN3),
     "stablelm": GGUFArchitecture(
         gguf_config.stablelm, names.STABLELM, splits={"attn_q_norm": split_heads, "attn_k_norm": split_heads}
     ),

@@ -110,7 +110,7 @@ class SafetensorsCheckpoint(Checkpoint):
             self._add(open_storage(shard, use_mmap=use_mmap))
         self._check_index()
         self._packed: dict[str, _PackedLayer] = {}
-        self._hidden: set[str] = set()
+        self._hidden = {name for name in self._entries if _CACHE_SCALE.fullmatch(name)}
         if scheme is not None:
             self._pack(scheme)
 
@@ -168,7 +168,6 @@ class SafetensorsCheckpoint(Checkpoint):
             layer_format = scheme.format_of(name)
             if layer_format is not None and _is_stored_in(layer_format, name, entries):
                 self._add_packed(name, entries, layer_format)
-        self._hide_cache_scales()
         for name in self._entries.keys() - self._hidden:
             entry = self._entries[name]
             if entry.dtype in _NARROW and len(entry.shape) in (2, 3):
@@ -185,11 +184,10 @@ class SafetensorsCheckpoint(Checkpoint):
         self._packed[f"{name}.weight"] = layer
         self._hidden.update(f"{name}.{suffix}" for suffix in header.taken)
 
-    def _hide_cache_scales(self) -> None:
-        scales = {name for name in self._entries if _CACHE_SCALE.fullmatch(name)}
-        if scales:
-            logger.warning("%s: scales of cached keys and values are not used: the cache is not scaled", self.path)
-        self._hidden |= scales
+    def cache_scales(self) -> dict[str, float]:
+        """What the file says cached keys and values of each layer should be divided by, by the names it uses."""
+        names = [name for name in self._entries if _CACHE_SCALE.fullmatch(name)]
+        return {name: self._stored(self._entries[name]).float().max().item() for name in names}
 
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)

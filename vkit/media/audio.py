@@ -1,7 +1,7 @@
 """Any audio file, or the sound of any video file, as mono float32 samples at the rate a model wants.
 
-soundfile reads what it knows (WAV, FLAC, Ogg, MP3, AIFF), PyAV the rest. Limits are checked on the header first and
-again while decoding, since headers lie; at no time is more than one chunk of the original in memory.
+soundfile reads WAV, FLAC, Ogg and AIFF, in which it knows more sample formats; PyAV reads the rest. Limits are checked
+on the header first and again while decoding, since headers lie; no more than one chunk of the original is held decoded.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ AudioSource = Path | bytes
 
 CHUNK_FRAMES = 65536
 MIN_RATE, MAX_RATE = 1000, 768_000
+
+_SOUNDFILE_MAGIC = (b"RIFF", b"RIFX", b"RF64", b"FORM", b"fLaC", b"OggS")
 
 CONTAINERS = (
     "aac,ac3,aiff,amr,ape,asf,au,avi,caf,eac3,flac,flv,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpeg,mpegts,ogg,tta,"
@@ -135,16 +137,34 @@ def _resampler(from_rate: int, to_rate: int) -> Any:
 def _decoded(source: AudioSource, limits: AudioLimits) -> Generator[tuple[int, Samples], None, None]:
     """(sample rate, frames (N, C)) of the original, piece by piece."""
     soundfile = _import("soundfile")
-    handle: Any = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+    handle: Any = _Memory(source) if isinstance(source, bytes) else source.open("rb")
     with closing(handle):
+        # Told by their first bytes, so that no other parser of libsndfile ever sees what a client sent.
+        is_for_soundfile = handle.read(4) in _SOUNDFILE_MAGIC
+        handle.seek(0)
+        if is_for_soundfile:
+            try:
+                file = soundfile.SoundFile(handle)
+            except soundfile.LibsndfileError:
+                handle.seek(0)
+            else:
+                with file:
+                    yield from _with_soundfile(file, limits, soundfile.LibsndfileError)
+                return
+        yield from _with_av(handle, limits)
+
+
+class _Memory(io.BytesIO):
+    """Bytes as a file that stays where it is when a damaged header sends it before its start.
+
+    Decoders call `seek` from C, where an exception would be printed and lost.
+    """
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         try:
-            file = soundfile.SoundFile(handle)
-        except soundfile.LibsndfileError:
-            handle.seek(0)
-            yield from _with_av(handle, limits)
-            return
-        with file:
-            yield from _with_soundfile(file, limits, soundfile.LibsndfileError)
+            return super().seek(offset, whence)
+        except ValueError:
+            return self.tell()
 
 
 def _with_soundfile(
@@ -173,7 +193,10 @@ def _with_av(handle: Any, limits: AudioLimits) -> Generator[tuple[int, Samples],
         if not container.streams.audio:
             raise _unusable("it has no sound")
         stream = container.streams.audio[0]
-        _check_form(stream.codec_context.sample_rate or 0, stream.codec_context.channels or 0, limits)
+        codec = stream.codec_context
+        if codec is None:
+            raise _unusable("its sound is in a format that nothing here decodes")
+        _check_form(codec.sample_rate or 0, codec.channels or 0, limits)
         if container.duration is not None:
             _check_seconds(container.duration / 1e6, limits)
         planes = av.AudioResampler(format="fltp")  # floats, one plane per channel; rate and layout stay

@@ -64,12 +64,20 @@ BUILTIN_MODELS: dict[str, str] = {
 }
 """Architecture -> module of this package that defines a class of that name."""
 
+_IS_DRAFT = "it proposes tokens for another model and answers nothing by itself"
+
 KNOWN_BUT_REFUSED: dict[str, str] = {
+    "DFlashDraftModel": _IS_DRAFT,
     "DeepseekV32ForCausalLM": "it is too large to be checked here",
     "Dots3NoteForCausalLM": "it is too large to be checked here",
+    "Gemma3ForConditionalGeneration": "its vision tower has no description here; Gemma3ForCausalLM checkpoints run",
     "GlmMoeDsaForCausalLM": "it is too large to be checked here",
     "KimiK3ForConditionalGeneration": "its published files describe tensors, not how they are computed",
     "MiniMaxM2ForCausalLM": "it is too large to be checked here",
+    "Qwen3VLMoeForConditionalGeneration": "nothing is here to check its experts against; the dense Qwen3-VL runs",
+    "Qwen3DSparkModel": _IS_DRAFT,
+    "Qwen3_5MTP": _IS_DRAFT,
+    "Qwen3_5MoeMTP": _IS_DRAFT,
 }
 """Architectures that people will bring and that nothing here computes -> why."""
 

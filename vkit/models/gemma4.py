@@ -6,7 +6,7 @@ Source: Gemma Team 2026 (published configuration and weights of Gemma 4).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,7 @@ FULL = "full_attention"
 class Gemma4Attention(Attention):
     """Head norms on q, k and v (v's without weight), scores unscaled; values may be the unnormed keys."""
 
+    takes_cache_scales = False  # layers that borrow these keys would have to know
     v_norm: RMSNorm
     sight: Sight
 
@@ -261,6 +262,7 @@ class Gemma4ForConditionalGeneration(CausalLM):
         if types is None:
             raise ModelLoadError("config.json: layer_types is missing")
         self.types = types
+        self._full = full_layer_keys(config, types)
         self.num_own = self.num_layers - config.integer("num_kv_shared_layers", default=0)
         borrowing = "|".join(str(layer) for layer in range(self.num_own, self.num_layers))
         if borrowing:  # some files hold keys and values that nobody reads
@@ -280,7 +282,7 @@ class Gemma4ForConditionalGeneration(CausalLM):
 
     def head_dim(self, is_full: bool) -> int:
         """Width of a head."""
-        return self.config.integer("global_head_dim", default=512) if is_full else self.config.head_dim
+        return self._full.integer("head_dim", default=512) if is_full else self.config.head_dim
 
     def make_layer(self, layer: int) -> Gemma4Layer:
         """One block; those that borrow keys may have an MLP twice as wide."""
@@ -339,7 +341,7 @@ class Gemma4ForConditionalGeneration(CausalLM):
         config = self.config
         num_kv_heads = config.num_kv_heads
         if is_full and config.flag("attention_k_eq_v", default=False):
-            num_kv_heads = config.integer("num_global_key_value_heads", default=num_kv_heads)
+            num_kv_heads = self._full.integer("num_key_value_heads", default=num_kv_heads)
         return config.integer("num_attention_heads"), num_kv_heads, self.head_dim(is_full)
 
     def window(self, layer: int) -> int | None:
@@ -402,6 +404,20 @@ class Gemma4ForConditionalGeneration(CausalLM):
         """The tower's rows of one image."""
         assert self.vision_tower is not None, "a model without a tower has no media processor"
         return EncodedMedia(self.embed_vision(self.vision_tower.encode(torch.from_numpy(item.features), item.grid)))
+
+
+def full_layer_keys(config: HFConfig, types: Sequence[str]) -> HFConfig:
+    """What is said of full layers alone, `head_dim` and `num_key_value_heads`: by layer in newer files.
+
+    Raises:
+        ModelLoadError: it differs between layers of one kind.
+    """
+    by_layer = config.mapping("per_layer_config")
+    own = [value for layer, value in sorted(by_layer.items()) if types[int(layer)] == FULL]
+    if by_layer and (len(own) != len(by_layer) or any(value != own[0] for value in own)):
+        raise ModelLoadError("config.json: per_layer_config differs between layers of one kind")
+    older = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    return HFConfig(own[0] if own else {key: config.values.get(name) for key, name in older.items()})
 
 
 class Gemma4UnifiedForConditionalGeneration(Gemma4ForConditionalGeneration):

@@ -162,6 +162,11 @@ class HFConfig:
         newer = self.mapping("rope_parameters")
         if layer_type is not None and isinstance(newer.get(layer_type), Mapping):
             newer = newer[layer_type]
+        elif by_type := sorted(key for key, value in newer.items() if isinstance(value, Mapping)):
+            raise ModelLoadError(
+                f"config.json: rope_parameters has a rope for each of {', '.join(by_type)}; "
+                f"{'one for all layers' if layer_type is None else layer_type} was expected"
+            )
         scaling = {**self.mapping("rope_scaling"), **newer}
         if "original_max_position_embeddings" not in scaling and "original_max_position_embeddings" in self:
             scaling["original_max_position_embeddings"] = self.integer("original_max_position_embeddings")

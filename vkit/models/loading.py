@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vkit.errors import CheckpointError
-from vkit.layers import Placement, TensorSlot
+from vkit.layers import Attention, Placement, TensorSlot
 from vkit.models.base import CausalLM, ModelCheckpoint, ProgressCallback
 from vkit.quantization import QuantizedTensor, Weight
 
@@ -70,6 +70,7 @@ def load_weights(model: CausalLM, checkpoint: ModelCheckpoint, progress: Progres
         if tensors and progress is not None:
             progress(min(done, total), total)
     _warn_of_second_head(model, checkpoint)
+    _take_cache_scales(model, checkpoint)
     if progress is not None:
         progress(total, total)
 
@@ -106,6 +107,35 @@ def _draft_layers(model: CausalLM) -> range:
     """Layers after the model's own that only predict further tokens ahead; there are those the configuration names."""
     num_drafts = model.config.optional_integer("num_nextn_predict_layers") or 0
     return range(model.num_layers, model.num_layers + num_drafts)
+
+
+_CACHE_SCALE_NAMES = {
+    part: (f"{part}_scale", f"attn.{part}_scale", f"{part}_proj.{part}_scale", f"{part}_proj.output_scale", "kv_scale")
+    for part in ("k", "v")
+}
+
+
+def _take_cache_scales(model: CausalLM, checkpoint: ModelCheckpoint) -> None:
+    """Give attention layers the scales of an fp8 cache; say so when there are none, or when they are of no use."""
+    read = getattr(checkpoint, "cache_scales", None)
+    found: dict[str, float] = {} if read is None else read()
+    is_fp8 = model.options.kv_cache_dtype.startswith("float8")
+    if found and not is_fp8:
+        logger.warning("%s: scales of cached keys and values are not used: the cache is not fp8", checkpoint.path)
+    if not is_fp8:
+        return
+    num_scaled = 0
+    for prefix, module in model.walk():
+        if not isinstance(module, Attention) or not module.takes_cache_scales:
+            continue
+        scales = [
+            next((found[prefix + name] for name in names if prefix + name in found), None)
+            for names in (_CACHE_SCALE_NAMES["k"], _CACHE_SCALE_NAMES["v"])
+        ]
+        module.k_scale, module.v_scale = (scale if scale is not None and scale > 0 else 1.0 for scale in scales)
+        num_scaled += any(scale is not None for scale in scales)
+    if num_scaled == 0:
+        logger.warning("%s: no scales for an fp8 cache here: keys and values are kept as they are", checkpoint.path)
 
 
 def _warn_of_second_head(model: CausalLM, checkpoint: ModelCheckpoint) -> None:

@@ -99,7 +99,8 @@ class NemotronHForCausalLM(CausalLM):
         """A recurrent part."""
         config = self.config
         limits = config.values.get("time_step_limit")
-        if limits is not None and list(limits) != [0.0, math.inf]:
+        spelled = [0.0, {"__float__": "Infinity"}]  # JSON has no infinity; newer files write it so
+        if limits is not None and list(limits) not in ([0.0, math.inf], spelled):
             raise ModelLoadError(f"config.json: time_step_limit {limits!r} is not supported (known: [0.0, Infinity])")
         activation = config.activation("mamba_hidden_act", default="silu")
         if activation != "silu":

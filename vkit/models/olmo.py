@@ -43,9 +43,12 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
 
     def make_rotary(self) -> None:
         """A rope for full layers, and the same without scaling for sliding ones."""
-        spec = self.config.rope(self.options.max_model_len)
+        length = self.options.max_model_len
+        spec = self.config.rope(length, layer_type="full_attention")
         self.rotary = RotaryEmbedding(spec)
         plain = RopeSpec(spec.head_dim, spec.width, spec.base, spec.max_position_embeddings, spec.max_model_len)
+        if "sliding_attention" in self.config.mapping("rope_parameters"):
+            plain = self.config.rope(length, layer_type="sliding_attention")
         self.sliding_rotary = RotaryEmbedding(plain)
 
     def make_attention(self, layer: int) -> Attention:

@@ -142,6 +142,7 @@ class Engine(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
         lora: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come; closing the iterator early aborts the request.
 
@@ -161,8 +162,12 @@ class Engine(Protocol):
     def metric_families(self) -> list[MetricFamily]:
         """A snapshot of everything the engine measures."""
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forget all reusable blocks. False when running requests still hold some."""
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
+        """Forget all reusable blocks, on request those of a cache connector too. False when some are still held.
+
+        Raises:
+            InvalidRequest: `reset_external` without a connector.
+        """
 
     async def shutdown(self) -> None:
         """Stop the step loop and free the model."""

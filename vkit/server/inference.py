@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vkit.errors import RequestFailed
 from vkit.media import PlacedPrompt
@@ -76,6 +77,11 @@ class PromptResult:
     times: RequestMetrics | None = None
 
 
+def has_connector(engine: Engine) -> bool:
+    """Whether the engine keeps cache entries beyond itself."""
+    return engine.settings.get("kv_transfer_config") is not None
+
+
 class Run:
     """The engine's work for one HTTP call. Iterate `deltas` once; closing it early aborts everything unfinished."""
 
@@ -87,7 +93,9 @@ class Run:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> None:
+        """`kv_transfer_params` are for the engine's cache connector; without one they have no effect."""
         self.state = state
         self.engine: Engine = state.engine
         self.client_id = client_id
@@ -96,6 +104,9 @@ class Run:
         self.num_completion_tokens = 0
         self._priority = priority
         self._cache_salt = cache_salt
+        self._transfer_params = kv_transfer_params if has_connector(self.engine) else None
+        self.kv_transfer_params: Mapping[str, Any] | None = None
+        """What the connector says to the client, once everything has finished."""
         self._ids = [f"{client_id}#{next(_unique)}" for _ in prompts]
         self._num_tokens = {(i, k): 0 for i, prompt in enumerate(prompts) for k in range(prompt.params.n)}
         self._unfinished = set(self._num_tokens)
@@ -179,6 +190,7 @@ class Run:
             priority=self._priority,
             cache_salt=self._cache_salt,
             **keywords,
+            kv_transfer_params=self._transfer_params,
         )
         try:
             async for output in outputs:
@@ -212,6 +224,8 @@ class Run:
             result.logprobs = output.prompt_logprobs
         if output.metrics is not None:
             result.times = output.metrics
+        if output.kv_transfer_params is not None:
+            self.kv_transfer_params = output.kv_transfer_params
         result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
 
     def _note_part(self, prompt_index: int, part: CompletionOutput) -> Delta | None:

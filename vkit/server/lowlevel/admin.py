@@ -12,6 +12,7 @@ from litestar.response.base import Response
 
 from vkit import __version__
 from vkit.server.call import Call
+from vkit.server.inference import has_connector
 from vkit.server.lowlevel.schemas import LoadReply, ResetReply, RootReply, ServerInfoReply, VersionReply
 from vkit.server.metrics import CONTENT_TYPE
 from vkit.server.pages import load_page, page_reply, prefers_html
@@ -94,7 +95,9 @@ def _version_of(distribution: str) -> str | None:
 async def reset_prefix_cache(call: Call) -> Response[Any]:
     """Forget reusable cache blocks."""
     reset_running = call.query_bool("reset_running_requests")
-    if call.query_bool("reset_external"):
+    reset_external = call.query_bool("reset_external")
+    engine = call.state.engine
+    if reset_external and not has_connector(engine):
         raise bad_request("reset_external: this server has no external cache", "reset_external")
-    success = await call.state.engine.reset_prefix_cache(reset_running_requests=reset_running)
+    success = await engine.reset_prefix_cache(reset_running_requests=reset_running, reset_external=reset_external)
     return call.json(ResetReply(success))

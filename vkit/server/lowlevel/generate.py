@@ -9,7 +9,7 @@ from typing import Any
 from litestar.response.base import Response
 
 from vkit.server.call import Call
-from vkit.server.inference import Choice, Delta, EnginePrompt, Run
+from vkit.server.inference import Choice, Delta, EnginePrompt, Run, has_connector
 from vkit.server.lowlevel.schemas import (
     AbortBody,
     AbortReply,
@@ -84,6 +84,7 @@ async def generate(call: Call) -> Response[Any]:
         [prepared.prompt],
         priority=prepared.priority,
         cache_salt=body.cache_salt,
+        kv_transfer_params=body.kv_transfer_params,
     )
     if body.stream:
         return await call.events(_chunks(call, prepared, run), ending_with_done)
@@ -101,9 +102,10 @@ async def _prepare(call: Call, body: GenerateBody) -> Prepared:
     check_cache_salt(body.cache_salt)
     priority = effective_priority(call, body.priority)
     check_priority(priority, call.settings)
-    for name in ("kv_transfer_params", "ec_transfer_params"):
-        if getattr(body, name) is not None:
-            call.ignored.append(name)
+    if body.kv_transfer_params is not None and not has_connector(state.engine):
+        call.ignored.append("kv_transfer_params")
+    if body.ec_transfer_params is not None:
+        call.ignored.append("ec_transfer_params")
     engine = state.engine
     if not body.token_ids:
         raise bad_request("token_ids: must not be empty", "token_ids")
@@ -285,6 +287,7 @@ def _whole_reply(call: Call, prepared: Prepared, run: Run, choices: list[Choice]
         else None,
         prompt_token_ids=prepared.prompt.token_ids if prepared.body.return_token_ids else None,
         metrics=timings_of(call, run),
+        kv_transfer_params=None if run.kv_transfer_params is None else dict(run.kv_transfer_params),
     )
 
 

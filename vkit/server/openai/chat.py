@@ -96,7 +96,12 @@ async def chat_completions(call: Call) -> Response[Any]:
     if body.use_beam_search:
         return await _beam_reply(call, prepared)
     run = Run(
-        call.state, f"chatcmpl-{call.rid}", [prepared.prompt], priority=prepared.priority, cache_salt=body.cache_salt
+        call.state,
+        f"chatcmpl-{call.rid}",
+        [prepared.prompt],
+        priority=prepared.priority,
+        cache_salt=body.cache_salt,
+        kv_transfer_params=body.kv_transfer_params,
     )
     if body.stream:
         return await call.events(_chunks(call, prepared, run), ending_with_done)
@@ -483,6 +488,7 @@ def _whole_reply(call: Call, prepared: Prepared, run: Run, choices: list[Choice]
         else None
     )
     reply.metrics = timings_of(call, run)
+    reply.kv_transfer_params = None if run.kv_transfer_params is None else dict(run.kv_transfer_params)
     return reply
 
 

@@ -82,7 +82,14 @@ async def completions(call: Call) -> Response[Any]:
         return await _beam_reply(call, prepared)
     if prepared.is_echo_only and not _wants_prompt_values(body):
         return _echo_reply(call, prepared)
-    run = Run(call.state, f"cmpl-{call.rid}", prepared.prompts, priority=prepared.priority, cache_salt=body.cache_salt)
+    run = Run(
+        call.state,
+        f"cmpl-{call.rid}",
+        prepared.prompts,
+        priority=prepared.priority,
+        cache_salt=body.cache_salt,
+        kv_transfer_params=body.kv_transfer_params,
+    )
     if body.stream:
         return await call.events(_chunks(call, prepared, run), ending_with_done)
     choices = await call.while_connected(run.whole())
@@ -310,6 +317,7 @@ def _reply(
         choices=choices,
         usage=usage,
         metrics=None if run is None else timings_of(call, run),
+        kv_transfer_params=None if run is None or run.kv_transfer_params is None else dict(run.kv_transfer_params),
     )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from vkit.server.call import Call
-from vkit.server.inference import Run
+from vkit.server.inference import Run, has_connector
 from vkit.server.parsing import ReplyContext
 from vkit.server.problems import bad_request
 from vkit.server.schema import (
@@ -26,6 +26,8 @@ MS = 1000.0
 def note_no_effect(call: Call, body: SamplingBody, *, echoed: Sequence[str] = ()) -> None:
     """Name the known fields that change nothing in X-Vkit-Ignored-Fields."""
     for name in NO_EFFECT_FIELDS:
+        if name == "kv_transfer_params" and has_connector(call.state.engine):
+            continue
         if name not in echoed and getattr(body, name) is not None:
             call.ignored.append(name)
     if body.vllm_xargs is not None and not call.state.engine.settings.get("logits_processors"):

@@ -183,7 +183,11 @@ class _Packing:
         self._append(positions, np.full(len(positions), AUDIO, np.int64), kind)
 
     def finish(self) -> Layout:
-        positions, tags, kinds = (np.concatenate(part) for part in (self._positions, self._tags, self._kinds))
+        positions, tags, kinds = (
+            np.concatenate(self._positions),
+            np.concatenate(self._tags),
+            np.concatenate(self._kinds),
+        )
         body = np.arange(len(tags)) >= self._num_text
         video, audio = (np.flatnonzero(body & (tags == tag)) for tag in (VIDEO, AUDIO))
         return Layout(
