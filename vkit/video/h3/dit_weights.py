@@ -399,7 +399,7 @@ class DiTWeights:
             "rope_inv_freq_len": "rope_freq_dim",
         }
         for name, value in derived.items():
-            for key in (name, aliases.get(name)):
+            for key in (name, aliases.get(name, name)):
                 if key in given and given[key] != value:
                     raise CheckpointError(
                         f"{self.path}: the configuration says {key} = {given[key]!r:.60}, the tensors say {value}"
