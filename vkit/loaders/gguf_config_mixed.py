@@ -5,8 +5,6 @@ Source: GGUF specification; published configurations of the families.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vkit.loaders.gguf_config import (
     FULL,
     MINICPM_DIM_MODEL_BASE,
@@ -395,7 +393,7 @@ def deepseek4(reader: MetadataReader) -> Config:
     if len(set(limits)) != 1:
         reader.unsupported("a limit of the experts that differs from layer to layer")
     rope_dim = reader.integer("rope.dimension_count")
-    scaling: dict[str, Any] = _rope_keys(reader, rope_dim)
+    scaling = _rope_keys(reader, rope_dim)
     return (
         config
         | scaling
