@@ -14,10 +14,11 @@ from vkit.loaders.tensors import TensorFiles
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
 from vkit.video.h3.audio_vae import AudioVAE, AudioVAEConfig, audio_vae_config
 from vkit.video.h3.config_files import beside
-from vkit.video.h3.dit_weights import DiTWeights, resolve_partition
+from vkit.video.h3.dit_weights import DiTWeights
 from vkit.video.h3.encoder_weights import EncoderWeights
 from vkit.video.h3.geometry import CANVAS_STEP, LATENTS_PER_SECOND, SAMPLE_RATE
 from vkit.video.h3.layout import PATCH
+from vkit.video.h3.partition import resolve_partition
 from vkit.video.h3.request import TASKS_OF, Partition, Task, VideoModelPaths, VideoOptions
 from vkit.video.h3.video_vae import VideoVAE
 from vkit.video.h3.video_vae_config import VideoVAEConfig, video_vae_config
