@@ -31,7 +31,8 @@ from torch.nn import functional
 
 from vkit.video.h3 import costs, geometry
 from vkit.video.h3.dit import DiT
-from vkit.video.h3.dit_weights import DiTConfig, DiTWeights
+from vkit.video.h3.dit_config import DiTConfig
+from vkit.video.h3.dit_weights import DiTWeights
 from vkit.video.h3.layout import LatentSize, pack, timestep_of_kind
 from vkit.video.h3.weights import Residency
 

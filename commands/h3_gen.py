@@ -50,7 +50,7 @@ def h3_gen(
     From text alone; from a first or last frame; or from pictures, clips and sounds to refer to. Stages run one after
     the other, each freeing its memory. A run that was stopped goes on with --resume.
     """
-    given = {param.name for param in ctx.command.params if _on_line(ctx, param.name)}
+    given = {str(param.name) for param in ctx.command.params if _on_line(ctx, param.name)}
     if output.dump_params:
         _dump_params(weights, output, given)
         return
@@ -82,7 +82,7 @@ def _on_line(ctx: typer.Context, name: str | None) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _dump_params(weights: WeightFlags, output: OutputFlags, given: set[str | None]) -> None:
+def _dump_params(weights: WeightFlags, output: OutputFlags, given: set[str]) -> None:
     others = sorted(name for name in given if name is not None and name not in PARAMETER_FLAGS)
     if others:
         raise UsageError(
@@ -101,7 +101,7 @@ def _dump_params(weights: WeightFlags, output: OutputFlags, given: set[str | Non
 
 
 def _check_flags(
-    given: set[str | None],
+    given: set[str],
     weights: WeightFlags,
     asked: RequestFlags,
     condition: ConditionFlags,

@@ -183,7 +183,6 @@ class Engine:
         self._clock = clock
         self._logged_time = clock()
         self._logged: tuple[float, float] = (0.0, 0.0)
-        self._logged_drafts: tuple[int, int, int] = (0, 0, 0)
         self._seeds = random.Random(settings.seed)
         self._num_requests = 0
         self._ids: dict[str, list[str]] = {}
@@ -335,13 +334,8 @@ class Engine:
             if drafts.probs is not None and sequence.draft_token_ids:
                 assert isinstance(self.sampler, Sampler), "what draws drafts generates"
                 self.sampler.draft_probs[sequence.id] = drafts.probs
-        stats, counters = self.scheduler.draft_stats, self.metrics.drafts
-        if counters is not None:
-            counters.drafts.value = stats.num_drafts
-            counters.draft_tokens.value = stats.num_draft_tokens
-            counters.accepted_tokens.value = stats.num_accepted_tokens
-            for position, count in enumerate(stats.accepted_per_position):
-                counters.accepted_per_position.by_label[str(position)] = count
+        if self.metrics.drafts is not None:
+            self.scheduler.draft_stats.publish(self.metrics.drafts)
 
     def _exchange(self) -> list[SequenceUpdate]:
         """Let a connector work although no step runs."""
@@ -628,21 +622,8 @@ class Engine:
             100 * self.pool.usage,
             100 * self.cache.stats.recent_hit_rate,
         )
-        self._log_drafts()
-
-    def _log_drafts(self) -> None:
-        stats = self.scheduler.draft_stats
-        counts = (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
-        drafts, tokens, accepted = (new - old for new, old in zip(counts, self._logged_drafts, strict=True))
-        self._logged_drafts = counts
-        if drafts:
-            logger.info(
-                "speculation: %d drafts accepted of %d (%.1f %%), mean acceptance length %.2f",
-                accepted,
-                tokens,
-                100 * accepted / tokens,
-                1 + accepted / drafts,
-            )
+        if (report := self.scheduler.draft_stats.take_report()) is not None:
+            logger.info("%s", report)
 
     def _offload_families(self) -> list[MetricFamily]:
         """What a connector has moved."""

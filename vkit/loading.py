@@ -367,6 +367,7 @@ class CheckedModel:
                 kind: config.limit_mm_per_prompt[kind] for kind in KINDS if kind in config.limit_mm_per_prompt
             },
             max_whole_media=_max_whole_media(config),
+            max_encoded_media=None if config.enable_chunked_prefill else config.max_num_encoder_input_tokens,
             splits_media=not config.disable_chunked_mm_input,
             embeds=embedding is not None,
             find_adapter=self.adapters.find if self.adapters is not None else None,

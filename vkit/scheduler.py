@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vkit.cache.connector import TransferReport
 from vkit.cache.manager import KVCacheManager, PrefixHit
@@ -17,6 +17,7 @@ from vkit.cache.media import MediaCache
 from vkit.cache.transfer import NO_OFFER, KVTransfer, Offer, Outcome, is_waiting_loaded
 from vkit.policies import make_policy
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate, StepSamples
+from vkit.speculation.stats import DraftStats
 from vkit.types import FinishReason, PositionLogprobs
 
 logger = logging.getLogger("vkit.scheduler")
@@ -51,29 +52,6 @@ class SchedulerLimits:
     def long_prompt_tokens(self) -> int:
         """Tokens above which a prompt counts as long."""
         return self.long_prefill_token_threshold or max(1, self.max_model_len * 4 // 100)
-
-
-@dataclass(slots=True)
-class DraftStats:
-    """How drafts fared since the engine began."""
-
-    max_drafts: int
-    num_drafts: int = 0
-    """Verifications: a sequence with drafts in a step counts once."""
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.accepted_per_position = [0] * self.max_drafts
-
-    def book(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one verification."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            self.accepted_per_position[position] += 1
 
 
 @dataclass(slots=True)

@@ -10,9 +10,10 @@ import importlib
 from importlib.metadata import entry_points
 
 from vkit.errors import ModelLoadError
-from vkit.models.base import CausalLM, MediaContext, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
+from vkit.models.base import CausalLM, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
 from vkit.models.hf_config import HFConfig
 from vkit.models.loading import check_tensors, load_weights
+from vkit.models.media_context import MediaContext
 
 ENTRY_POINT_GROUP = "vkit.models"
 

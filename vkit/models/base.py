@@ -55,6 +55,10 @@ class TensorInfo(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Shape as torch has it."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+
 
 class ModelCheckpoint(Protocol):
     """The part of a checkpoint that models are built from (see vkit.loaders)."""

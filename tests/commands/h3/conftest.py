@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,24 +104,59 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-@pytest.fixture
-def begin() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts the program as a process of its own; whatever still runs is ended."""
-    running: list[subprocess.Popen[str]] = []
+@dataclass
+class Program:
+    """The program as a process of its own, its streams in files."""
 
-    def start(*args: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "vkit", *args],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        running.append(process)
-        return process
+    process: subprocess.Popen[bytes]
+    out: Path
+    log: Path
+
+    @property
+    def stdout(self) -> str:
+        """What it printed so far."""
+        return self.out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        """What it said so far."""
+        return self.log.read_text()
+
+    def until(self, found: Callable[[], Any], seconds: float = 120.0) -> Any:
+        """What `found` gives once it gives something; the program must live until then."""
+        end = time.monotonic() + seconds
+        while not (value := found()):
+            assert self.process.poll() is None, self.stderr
+            assert time.monotonic() < end, self.stderr
+            time.sleep(0.02)
+        return value
+
+    def ended(self, number: int | None = None) -> int:
+        """Its status, after the signal `number` if one is given."""
+        if number is not None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout=120)
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """Starts the program; whatever still runs is ended."""
+    running: list[Program] = []
+
+    def start(*args: str) -> Program:
+        out, log = (tmp_path / f"{len(running)}.{name}" for name in ("out", "log"))
+        with out.open("wb") as stdout, log.open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "vkit", *args],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        running.append(Program(process, out, log))
+        return running[-1]
 
     yield start
-    for process in running:
-        process.kill()
-        process.communicate()
+    for program in running:
+        program.process.kill()
+        program.process.wait()

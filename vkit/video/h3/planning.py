@@ -186,7 +186,7 @@ class _Stages:
         dtype = self.model.encoder_dtype
         count = len(shown.token_ids)
         work = costs.text_work(encoder.config, count)
-        weights = 2 * encoder.layer_bytes()
+        weights = (1 if self.model.device.kind == "cpu" else 2) * encoder.layer_bytes()
         others = costs.text_activation_bytes(encoder.config, count, dtype.itemsize)
         shape = vision_shape(self.model, self.inputs)
         if shape is not None:
