@@ -50,7 +50,7 @@ def h3_gen(
     From text alone; from a first or last frame; or from pictures, clips and sounds to refer to. Stages run one after
     the other, each freeing its memory. A run that was stopped goes on with --resume.
     """
-    given = {str(param.name) for param in ctx.command.params if _on_line(ctx, param.name)}
+    given = {param.name for param in ctx.command.params if _on_line(ctx, param.name)}
     if output.dump_params:
         _dump_params(weights, output, given)
         return
@@ -77,13 +77,13 @@ def h3_gen(
     _tell(result, output)
 
 
-def _on_line(ctx: typer.Context, name: str | None) -> bool:
-    source = None if name is None else ctx.get_parameter_source(name)
+def _on_line(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def _dump_params(weights: WeightFlags, output: OutputFlags, given: set[str]) -> None:
-    others = sorted(name for name in given if name is not None and name not in PARAMETER_FLAGS)
+    others = sorted(given - PARAMETER_FLAGS)
     if others:
         raise UsageError(
             f"--{others[0].replace('_', '-')}: says nothing to --dump-params, which reads the header of --dit alone"

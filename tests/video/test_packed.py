@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,15 @@ gguf = pytest.importorskip("gguf")
 SHORT = VideoRequest(prompt="a lighthouse", num_frames=22, width=64, height=64, steps=3)
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor], packed: str) -> None:
+def _write(path: Path, tensors: dict[str, torch.Tensor], packed: str, vocabulary: list[str] | None = None) -> None:
     """A file in which matrices of whole blocks are Q8_0, those named by `packed` re-blocked, the rest float32."""
     writer = gguf.GGUFWriter(path, "minimax_h3")
+    if vocabulary is not None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(vocabulary)
+        writer.add_token_types([3 if token.startswith("<|") else 1 for token in vocabulary])
+        writer.add_token_merges([])
     for name, tensor in tensors.items():
         values = tensor.to(torch.float32).numpy()
         if packed in name and values.ndim == 2:
@@ -121,3 +128,20 @@ def test_tensor_files_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(CheckpointError, match="gone"):
         open_tensors(tmp_path)
+
+
+def test_a_tokenizer_within_the_conditioner_s_file(packed: VideoModelPaths, tmp_path: Path) -> None:
+    assert packed.encoder is not None
+    ids = json.loads((packed.encoder.parent / "tokenizer.json").read_text())
+    vocabulary = {**ids["model"]["vocab"], **{token["content"]: token["id"] for token in ids["added_tokens"]}}
+    files = open_tensors(packed.encoder)
+    tensors = {name: files.load(name) for name in files.names()}
+    plain = {name: t if isinstance(t, torch.Tensor) else t.dequantize(torch.float32) for name, t in tensors.items()}
+    _write(tmp_path / "encoder.gguf", plain, "nothing", sorted(vocabulary, key=vocabulary.__getitem__))
+    shutil.copy(packed.encoder.parent / "config.json", tmp_path)
+    with (
+        VideoPipeline.open(replace(packed, encoder=tmp_path / "encoder.gguf", tokenizer=None)) as within,
+        VideoPipeline.open(packed) as beside,
+    ):
+        request = replace(SHORT, prompt="a lighthouse, söme gulls")
+        assert within.plan(request).rows == beside.plan(request).rows
