@@ -1,4 +1,5 @@
 # make demo: a completion from a real model, on a machine that has nothing but Python 3.11 with venv and pip.
+# make demo-video: an MP4 of noise, from a video model of random weights made on the spot.
 # make test: the suite. make test-slow: what takes longer than a person waits. make lint: style and types. make manual: man/ and completions/ again.
 # What was set up is remembered by stamps in the virtual environment, so that a second run starts at once.
 
@@ -9,11 +10,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := tests/constraints.txt
 PYTEST_FLAGS ?=
 
-.PHONY: demo test test-slow lint manual clean
+.PHONY: demo demo-video test test-slow lint manual clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-vkit $(VENV)/.stamp-demo
 	$(BIN)/vkit complete --stream --prompt "The capital of France is"
+
+# The model has the parts, names and files of MiniMax-H3 at sizes that run in seconds. Nothing was ever trained: it is noise.
+demo-video: $(VENV)/.stamp-vkit $(VENV)/.stamp-video
+	$(BIN)/python -m vkit.video.h3.tiny $(VENV)/tiny-h3 > $(VENV)/tiny-h3.flags
+	rm -rf demo-video.work
+	$(BIN)/vkit h3-gen $$(cat $(VENV)/tiny-h3.flags) --prompt "a lighthouse at dusk" --size 96x96 --duration 4 --steps 6 \
+		--workdir demo-video.work --out demo-video.mp4
 
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
 	$(BIN)/python -m pytest -m "not slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)
@@ -35,7 +43,7 @@ manual: $(VENV)/.stamp-vkit
 	$(BIN)/python -m vkit.manual
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info demo-video.mp4 demo-video.work
 
 $(VENV)/.stamp-python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vkit needs Python 3.11 or newer: make PYTHON=...")'
@@ -49,6 +57,11 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-python
 
 $(VENV)/.stamp-vkit: $(VENV)/.stamp-torch pyproject.toml $(CONSTRAINTS)
 	$(PIP) install -c $(CONSTRAINTS) -e .
+	rm -rf build vkit.egg-info
+	touch $@
+
+$(VENV)/.stamp-video: $(VENV)/.stamp-vkit
+	$(PIP) install -c $(CONSTRAINTS) -e '.[video]'
 	rm -rf build vkit.egg-info
 	touch $@
 

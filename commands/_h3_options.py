@@ -376,5 +376,9 @@ class OutputFlags:
             path: Path | None = getattr(self, name)
             if path is not None and not path.absolute().parent.is_dir():
                 raise UsageError(f"{flag(name)}: {path}: no such folder: {path.absolute().parent}")
-        if self.workdir is not None and self.workdir.exists() and not self.workdir.is_dir():
-            raise UsageError(f"--workdir: {self.workdir}: not a folder")
+        if self.workdir is not None:
+            place = self.workdir.absolute()
+            while not place.exists():
+                place = place.parent
+            if not place.is_dir():
+                raise UsageError(f"--workdir: {self.workdir}: {place} is not a folder")

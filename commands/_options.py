@@ -307,6 +307,28 @@ class EngineFlags:
         bool, _engine_option("--gguf-dequantize", help="Expand GGUF weights at load instead of keeping them packed.")
     ] = False
     no_mmap: Annotated[bool, _engine_option("--no-mmap", help="Read weight files instead of mapping them.")] = False
+    speculative_config: Annotated[
+        str | None,
+        _engine_option(
+            "--speculative-config",
+            metavar="JSON",
+            help='Draft tokens and verify several per step, such as {"method": "ngram", "num_speculative_tokens": 4}.',
+            show_default="no drafts",
+        ),
+    ] = None
+    offload_config: Annotated[
+        str | None,
+        _engine_option("--offload-config", metavar="JSON", help="Weights that stay out of memory between uses."),
+    ] = None
+    moe_expert_cache: Annotated[
+        str | None,
+        _engine_option(
+            "--moe-expert-cache",
+            metavar="N|NGB",
+            help="Routed experts per layer kept in memory; others are read from the file when chosen.",
+            show_default="all",
+        ),
+    ] = None
     kv_transfer_config: Annotated[
         str | None,
         _engine_option("--kv-transfer-config", metavar="JSON", help="Keep cache entries beyond this engine."),

@@ -77,13 +77,13 @@ def h3_gen(
     _tell(result, output)
 
 
-def _on_line(ctx: typer.Context, name: str | None) -> bool:
-    source = None if name is None else ctx.get_parameter_source(name)
+def _on_line(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _dump_params(weights: WeightFlags, output: OutputFlags, given: set[str | None]) -> None:
-    others = sorted(name for name in given if name is not None and name not in PARAMETER_FLAGS)
+def _dump_params(weights: WeightFlags, output: OutputFlags, given: set[str]) -> None:
+    others = sorted(given - PARAMETER_FLAGS)
     if others:
         raise UsageError(
             f"--{others[0].replace('_', '-')}: says nothing to --dump-params, which reads the header of --dit alone"
@@ -101,7 +101,7 @@ def _dump_params(weights: WeightFlags, output: OutputFlags, given: set[str | Non
 
 
 def _check_flags(
-    given: set[str | None],
+    given: set[str],
     weights: WeightFlags,
     asked: RequestFlags,
     condition: ConditionFlags,

@@ -6,6 +6,7 @@ is cut into steps changes nothing but rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +26,11 @@ class StateBatch:
     """(B + 1,) int32: sequence b owns tokens cu_seqlens[b] .. cu_seqlens[b + 1] - 1."""
     host_cu_seqlens: list[int]
     """The same on the host."""
+    targets: Tensor | None = None
+    """(T,) int64: the row that the state after each token is written to, -1 where it is not kept; the last token of
+    every sequence has one. None: the state after the last token replaces the one it began from."""
+    verified: Sequence[int] = ()
+    """Sequences all of whose tokens have targets: they advance token by token, as they would in steps of their own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from vkit.inputs import EngineRequest, InputProcessor
 from vkit.kernels.reference.noise import exponential_noise
 from vkit.randomness import draw_key
 from vkit.scheduler import SchedulerLimits
-from vkit.sequence import Plan
+from vkit.sequence import Plan, StepSamples
+from vkit.sequence import Sequence as Sequence_
+from vkit.speculation.proposer import Drafts
 from vkit.text.tokenizer import Tokenizer
 from vkit.text.vocabulary import Vocabulary
 from vkit.types import OutputKind, RequestOutput, SamplingParams
@@ -101,7 +103,8 @@ def hashed_logits(key: int, vocab_size: int) -> np.ndarray:
 class FakeBatch:
     """What a forward pass needs, copied: later changes to tables must not reach a step already prepared."""
 
-    rows: list[tuple[list[int], int, list[list[int]], int]]
+    rows: list[tuple[list[int], int, list[list[int]], int, tuple[int, int]]]
+    """Tokens, start, tables, logits rows wanted; row of the current state and number of drafts."""
     state_copies: list[tuple[int, int, int]]
 
 
@@ -132,7 +135,8 @@ class FakeRunner:
             end = item.start + item.num_tokens - item.num_drafts
             tokens = sequence.token_ids[item.start : end] + sequence.draft_token_ids[: item.num_drafts]
             assert len(tokens) == item.num_tokens, "a step runs known tokens only"
-            rows.append((tokens, item.start, [list(table) for table in sequence.block_ids], item.num_logits))
+            tables = [list(table) for table in sequence.block_ids]
+            rows.append((tokens, item.start, tables, item.num_logits, (sequence.state_row, item.num_drafts)))
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         self.step_log.append([(item.sequence.id, item.start, item.num_tokens) for item in plan.scheduled])
@@ -141,12 +145,12 @@ class FakeRunner:
     def execute(self, batch: FakeBatch) -> torch.Tensor:
         for _, source, target in batch.state_copies:
             self.states[target] = self.states[source]
-        for tokens, start, tables, _ in batch.rows:
+        for tokens, start, tables, _, _ in batch.rows:
             self._write(tokens, start, tables)
         keys = []
-        for tokens, start, tables, num_logits in batch.rows:
+        for tokens, start, tables, num_logits, (row, _) in batch.rows:
             end = start + len(tokens)
-            keys.extend(self._key(tokens, start, tables, position) for position in range(end - num_logits, end))
+            keys.extend(self._key(tokens, start, tables, row, position) for position in range(end - num_logits, end))
         logits = np.stack([hashed_logits(key, self.vocab_size) for key in keys]) if keys else np.zeros((0, 1))
         self._store_states(batch)
         result = torch.from_numpy(logits.astype(np.float32))
@@ -166,11 +170,11 @@ class FakeRunner:
                 assert block != 0, "a step writes into blocks it owns"
                 self.slots[block, position % self.block_size] = token_id
 
-    def _key(self, tokens: list[int], start: int, tables: list[list[int]], position: int) -> int:
+    def _key(self, tokens: list[int], start: int, tables: list[list[int]], row: int, position: int) -> int:
         key = 0
         for group, table in zip(self.groups, tables, strict=True):
             if group.kind is CacheKind.STATE:
-                state = self._state(tokens, start, table, position)
+                state = self._state(tokens, start, table[row], position)
                 key = zlib.crc32(state.to_bytes(8, "little"), key)
                 continue
             first = max(0, position + 1 - group.window) if group.window else 0
@@ -182,20 +186,50 @@ class FakeRunner:
             key = zlib.crc32(np.array(found, dtype=np.int64).tobytes(), zlib.crc32(b"%d" % first, key))
         return key
 
-    def _state(self, tokens: list[int], start: int, table: list[int], position: int) -> int:
+    def _state(self, tokens: list[int], start: int, block: int, position: int) -> int:
         """The state after `position`, from what the block held before the chunk."""
-        (block,) = table
         state = 0 if start == 0 else int(self.states[block])
         for token_id in tokens[: position - start + 1]:
             state = next_state(state, token_id)
         return state
 
     def _store_states(self, batch: FakeBatch) -> None:
-        """Every chunk's final state replaces the one it began from."""
-        for tokens, start, tables, _ in batch.rows:
+        """Every chunk's final state replaces the one it began from; a verification leaves one per token."""
+        for tokens, start, tables, _, (row, num_drafts) in batch.rows:
             for group, table in zip(self.groups, tables, strict=True):
-                if group.kind is CacheKind.STATE:
-                    self.states[table[0]] = self._state(tokens, start, table, start + len(tokens) - 1)
+                if group.kind is not CacheKind.STATE:
+                    continue
+                if not num_drafts:
+                    self.states[table[row]] = self._state(tokens, start, table[row], start + len(tokens) - 1)
+                    continue
+                after = [self._state(tokens, start, table[row], start + place) for place in range(len(tokens))]
+                for place, state in enumerate(after, 1):
+                    self.states[table[(row + place) % len(table)]] = state
+
+
+@dataclass
+class GuessingProposer:
+    """Drafts what `guess` says follows a sequence."""
+
+    guess: Callable[[Sequence_], list[int] | Drafts]
+    max_drafts: int = 8
+    num_lookahead: int = 0
+    needs_hidden_states: bool = False
+    booked: list[tuple[int, int]] = field(default_factory=list)
+    """(drafts, accepted) of every verification."""
+
+    def observe(self, plan: Plan, samples: StepSamples) -> None:
+        pass
+
+    def propose(self, sequence: Sequence_) -> Drafts:
+        found = self.guess(sequence)
+        return found if isinstance(found, Drafts) else Drafts(found)
+
+    def book(self, sequence: Sequence_, num_drafts: int, num_accepted: int) -> None:
+        self.booked.append((num_drafts, num_accepted))
+
+    def forget(self, sequence_ids: Iterable[str]) -> None:
+        pass
 
 
 class ScriptedRunner:
@@ -239,6 +273,7 @@ def make_engine(
     vocab_size: int = 24,
     limits: Mapping[str, Any] | None = None,
     plugins: Sequence[Any] = (),
+    proposer: Any = None,
     clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Engine:
@@ -260,6 +295,7 @@ def make_engine(
         list(groups),
         tokenizer,
         plugins=plugins,
+        proposer=proposer,
         clock=clock,
     )
 

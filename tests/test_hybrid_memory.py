@@ -76,8 +76,7 @@ class Headers:
 def facts_of(config: dict[str, Any]) -> ModelFacts:
     checkpoint: ModelCheckpoint = Headers(config)  # type: ignore[assignment]
     args = EngineArgs(model="model", device="cpu", kv_cache_dtype="bfloat16")
-    facts, _ = describe_model(checkpoint, args, find_device("cpu"))  # type: ignore[arg-type]
-    return facts
+    return describe_model(checkpoint, args, find_device("cpu")).facts  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

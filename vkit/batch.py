@@ -6,8 +6,9 @@ Knows nothing of models, sampling or text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -63,12 +64,19 @@ class Batch:
     store: TensorStore
     host_cu_seqlens: list[int]
     """cu_seqlens on the host."""
+    state_targets: list[Tensor | None] | None = None
+    """Per cache group, (T,) int64: the block that the state after each token goes to, -1 where it is not kept; None for
+    a group of tokens. None where nothing is verified: then states are replaced in place."""
+    verified: list[int] = field(default_factory=list)
+    """Sequences with drafts, where states are kept per token."""
     axis_positions: Tensor | None = None
     """(3, T) int64: position in time, row and column, in a step that computes a prompt in which they differ."""
     media: MediaRows | None = None
     spans: list[list[tuple[int, int]]] | None = None
     """Per sequence, the positions (first, beyond) of each run of tokens that see each other in both directions, past
     ones included; None in a step that computes no such token."""
+    taps: dict[int, Tensor | None] | None = None
+    """Layers whose streams a drafter asked for, to be filled with them (T, H)."""
     memo: dict[object, object] = field(default_factory=dict)
     """What layers derive from the above once per step."""
 
@@ -95,7 +103,9 @@ class Batch:
         """The state tensors of a recurrent layer by name, (N, ...) each, and which entry is each sequence's."""
         blocks = self.state_blocks[self.store.group_of[layer]]
         assert blocks is not None
-        return self.store.tensors[layer], StateBatch(blocks, self.is_fresh, self.cu_seqlens, self.host_cu_seqlens)
+        targets = None if self.state_targets is None else self.state_targets[self.store.group_of[layer]]
+        states = StateBatch(blocks, self.is_fresh, self.cu_seqlens, self.host_cu_seqlens, targets, self.verified)
+        return self.store.tensors[layer], states
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +143,27 @@ class _BlockTable:
             for row, start, stop in self._changes:
                 self.device[row, start:stop] = torch.from_numpy(self.host[row, start:stop])
             self._changes.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Tokens of a running sequence that a drafter runs through a model of its own."""
+
+    sequence: Sequence
+    start: int
+    token_ids: list[int]
+    num_logits: int
+    """Rows wanted, for the last of the tokens."""
+
+    num_drafts = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens."""
+        return len(self.token_ids)
+
+
+Shares: TypeAlias = SequenceABC[ScheduledSequence | TokenRun]
 
 
 class BatchBuilder:
@@ -173,6 +204,18 @@ class BatchBuilder:
             item.num_tokens == item.num_logits == 1 and not item.sequence.media for item in scheduled
         ):
             return self._build_decode(scheduled, row_list, token_ids)
+        return self._build(scheduled, row_list, token_ids)
+
+    def build_runs(self, runs: list[TokenRun]) -> Batch:
+        """The tensors of tokens that are no part of a plan, over sequences that were part of the last one."""
+        row_list = [self._rows[run.sequence.id].index for run in runs]
+        return self._build(runs, row_list, [token_id for run in runs for token_id in run.token_ids])
+
+    def capacity(self, sequence: Sequence) -> int:
+        """Positions of a sequence that have slots."""
+        return min(len(sequence.block_ids[group]) for group in self._paged_groups) * self._block_size
+
+    def _build(self, scheduled: Shares, row_list: list[int], token_ids: list[int]) -> Batch:
         rows = np.array(row_list, np.int64)
         starts = np.array([item.start for item in scheduled], np.int64)
         counts = np.array([item.num_tokens for item in scheduled], np.int64)
@@ -183,9 +226,11 @@ class BatchBuilder:
         seq_lens = starts + counts
         slots = self._slots(np.repeat(rows, counts), positions)
         states = [
-            np.array([item.sequence.block_ids[group][0] for item in scheduled], np.int64)
+            np.array([item.sequence.block_ids[group][item.sequence.state_row] for item in scheduled], np.int64)
             for group in self._state_groups
         ]
+        verified = [b for b, item in enumerate(scheduled) if item.num_drafts] if self._state_groups else []
+        targets = [_state_targets(scheduled, group) for group in self._state_groups] if verified else []
         axes = (
             _axis_positions(scheduled, positions, cu)
             if any(item.sequence.rope_positions is not None for item in scheduled)
@@ -194,7 +239,9 @@ class BatchBuilder:
         ids = np.array(token_ids, np.int64)
         assert ids.shape == positions.shape, "a plan names tokens whose ids are not known yet"
         turned = positions if axes is None else axes[0]
-        wide = self._upload([ids, turned, _last_rows(cu, wanted), (starts == 0).astype(np.int64), *slots, *states])
+        wide = self._upload(
+            [ids, turned, _last_rows(cu, wanted), (starts == 0).astype(np.int64), *slots, *states, *targets]
+        )
         narrow = self._upload([rows.astype(np.int32), seq_lens.astype(np.int32), cu.astype(np.int32)])
         hosts = row_list, seq_lens.tolist(), cu.tolist()
         num_paged = len(self._paged_groups)
@@ -207,14 +254,16 @@ class BatchBuilder:
             is_fresh=wide[3].bool(),
             logits_rows=wide[2],
             paged=self._paged(wide[4 : 4 + num_paged], narrow, hosts),
-            state_blocks=self._by_group(self._state_groups, wide[4 + num_paged :]),
+            state_blocks=self._by_group(self._state_groups, wide[4 + num_paged :][: len(states)]),
             store=self._store,
             host_cu_seqlens=hosts[2],
+            state_targets=self._by_group(self._state_groups, wide[4 + num_paged + len(states) :]) if verified else None,
+            verified=verified,
             axis_positions=self._of_prompts(scheduled, axes),
             spans=_spans(scheduled),
         )
 
-    def _of_prompts(self, scheduled: list[ScheduledSequence], axes: IntArray | None) -> Tensor | None:
+    def _of_prompts(self, scheduled: Shares, axes: IntArray | None) -> Tensor | None:
         """The positions of all axes, where a prompt is computed in which they differ."""
         if axes is None or all(
             item.start >= item.sequence.num_prompt_tokens for item in scheduled if item.sequence.media
@@ -237,7 +286,7 @@ class BatchBuilder:
             host = self._tables[group].host
             wide += [int(host[row, at // size]) * size + at % size for row, at in zip(rows, starts, strict=True)]
         for group in self._state_groups:
-            wide += [item.sequence.block_ids[group][0] for item in scheduled]
+            wide += [item.sequence.block_ids[group][item.sequence.state_row] for item in scheduled]
         parts = self._on_device(np.array(wide, np.int64)).split(count)
         narrow = list(self._on_device(np.array([*rows, *seq_lens, *cu], np.int32)).split([count, count, count + 1]))
         num_paged = len(self._paged_groups)
@@ -354,7 +403,20 @@ def _token_ids(item: ScheduledSequence) -> list[int]:
     return ids + sequence.draft_token_ids[: item.num_drafts] if item.num_drafts else ids
 
 
-def _axis_positions(scheduled: list[ScheduledSequence], indices: IntArray, cu: IntArray) -> IntArray:
+def _state_targets(scheduled: Shares, group: int) -> IntArray:
+    """Where the state after each token goes: in a verification the rows after the current one, else that one."""
+    targets: list[int] = []
+    for item in scheduled:
+        table, row = item.sequence.block_ids[group], item.sequence.state_row
+        if item.num_drafts:
+            assert item.num_tokens == 1 + item.num_drafts <= len(table), "every state of a verification has a row"
+            targets.extend(table[(row + place) % len(table)] for place in range(1, item.num_tokens + 1))
+        else:
+            targets.extend([-1] * (item.num_tokens - 1) + [table[row]])
+    return np.array(targets, np.int64)
+
+
+def _axis_positions(scheduled: Shares, indices: IntArray, cu: IntArray) -> IntArray:
     """(3, T): every token's position in time, row and column; `indices` (T,) are the places in their sequences."""
     axes: IntArray = np.broadcast_to(indices, (3, len(indices))).copy()
     for item, first, beyond in zip(scheduled, cu, cu[1:], strict=False):
@@ -366,7 +428,7 @@ def _axis_positions(scheduled: list[ScheduledSequence], indices: IntArray, cu: I
     return axes
 
 
-def _spans(scheduled: list[ScheduledSequence]) -> list[list[tuple[int, int]]] | None:
+def _spans(scheduled: Shares) -> list[list[tuple[int, int]]] | None:
     """Per sequence the runs of media that see themselves, if any of them is computed in this step."""
     found = [
         [span for placed in item.sequence.media if placed.item.sees_itself for span in placed.spans]

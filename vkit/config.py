@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
 from vkit.kv_transfer import KVTransferConfig
+from vkit.speculative_config import SpeculativeSettings, parse_speculative_config
+from vkit.weight_offload import EXPERT_FLAG, FLAG, MAX_CALM_SEQS, ExpertCacheSize, OffloadConfig
 
 DEFAULT_NUM_BLOCKS = 256
 DEFAULT_MAX_LORAS = 4
@@ -63,6 +65,8 @@ class CacheGroupFacts:
     window: int | None = None
     granule: int = 1
     """Tokens that one entry spans; a block that may be shared holds whole entries."""
+    num_states: int = 1
+    """States one sequence keeps at a time (state)."""
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes one layer needs in one block."""
@@ -71,7 +75,7 @@ class CacheGroupFacts:
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Most blocks one sequence of `num_tokens` ever holds at a time."""
         if self.kind == "state":
-            return 1
+            return self.num_states
         whole = math.ceil(num_tokens / block_size)
         if self.window is None:
             return whole
@@ -241,6 +245,12 @@ class EngineArgs:
     """Expand GGUF blocks to the compute dtype at load instead of keeping them packed."""
     no_mmap: bool = False
     """Read weight files instead of mapping them."""
+    speculative_config: SpeculativeSettings | Mapping[str, Any] | str | None = None
+    """How to draft tokens: settings, a mapping, or a JSON object as text."""
+    offload_config: OffloadConfig | Mapping[str, Any] | str | None = None
+    """Weights that stay out of memory between uses; a mapping, or a JSON object as text."""
+    moe_expert_cache: ExpertCacheSize | int | str | None = None
+    """Routed experts of each layer that are in memory at a time: a number, or a size such as 2GB; None: all."""
     kv_transfer_config: KVTransferConfig | Mapping[str, Any] | str | None = None
     """Where cache entries come from and go to besides this engine; a mapping, or a JSON object as text."""
 
@@ -308,7 +318,13 @@ class EngineArgs:
             _check_bool(name, getattr(self, name))
         # The frozen value is completed once, here, before anyone sees it.
         object.__setattr__(self, "hf_overrides", _json_object("hf_overrides", self.hf_overrides))
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", parse_speculative_config(self.speculative_config))
         object.__setattr__(self, "limit_mm_per_prompt", _media_limits(self.limit_mm_per_prompt))
+        if self.offload_config is not None:
+            object.__setattr__(self, "offload_config", OffloadConfig.parse(self.offload_config))
+        if self.moe_expert_cache is not None:
+            object.__setattr__(self, "moe_expert_cache", ExpertCacheSize.parse(self.moe_expert_cache))
         if self.kv_transfer_config is not None:
             object.__setattr__(self, "kv_transfer_config", KVTransferConfig.parse(self.kv_transfer_config))
         self._check_pairs()
@@ -336,6 +352,13 @@ class EngineArgs:
                     raise UsageError(f"{flag_of(name)}: cuts prompts, so it needs --enable-chunked-prefill")
         if self.device == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect with --device cuda")
+
+    @property
+    def speculation(self) -> SpeculativeSettings | None:
+        """How to draft tokens; None: not at all."""
+        settings = self.speculative_config
+        assert settings is None or isinstance(settings, SpeculativeSettings)
+        return settings
 
     def _check_media(self, model: ModelFacts) -> None:
         """Refuse what only means something for models that take media."""
@@ -390,6 +413,10 @@ class EngineArgs:
         assert isinstance(limits, Mapping)
         transfer = self.kv_transfer_config
         assert transfer is None or isinstance(transfer, KVTransferConfig)
+        offload, experts = self.offload_config, self.moe_expert_cache
+        assert offload is None or isinstance(offload, OffloadConfig)
+        assert experts is None or isinstance(experts, ExpertCacheSize)
+        notes.extend(offload_notes(offload, experts, self.max_num_seqs, device))
         return EngineConfig(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -436,7 +463,10 @@ class EngineArgs:
             kv_cache_dtype=resolve_kv_cache_dtype(self, model.dtype, device),
             gguf_dequantize=self.gguf_dequantize,
             no_mmap=self.no_mmap,
+            speculation=self.speculation,
             kv_transfer_config=transfer,
+            offload_config=offload,
+            moe_expert_cache=experts,
             notes=tuple(notes),
         )
 
@@ -496,7 +526,10 @@ class EngineConfig:
     kv_cache_dtype: str
     gguf_dequantize: bool
     no_mmap: bool
+    speculation: SpeculativeSettings | None = None
     kv_transfer_config: KVTransferConfig | None = None
+    offload_config: OffloadConfig | None = None
+    moe_expert_cache: ExpertCacheSize | None = None
     notes: tuple[str, ...] = ()
     """Lines to log once: what was lowered, raised or replaced, and why."""
 
@@ -605,6 +638,31 @@ def resolve_kv_cache_dtype(args: EngineArgs, checkpoint_dtype: str, device: Devi
     dtype = resolve_dtype(args.dtype, checkpoint_dtype, device)
     is_wider = dtype == "float32" and args.dtype == "auto" and checkpoint_dtype != "float32"
     return "bfloat16" if device.kind == "cpu" and is_wider and args.cpu_precision == "fast" else dtype
+
+
+def offload_notes(
+    offload: OffloadConfig | None, experts: ExpertCacheSize | None, max_num_seqs: int, device: DeviceFacts
+) -> list[str]:
+    """What to say about weights that stay out of memory.
+
+    Raises:
+        UsageError: a device where they cannot.
+    """
+    notes = []
+    offloads = offload is not None and offload.backend != "none"
+    if device.kind != "cpu" and (offloads or experts is not None):
+        raise UsageError(f"{FLAG if offloads else EXPERT_FLAG}: only with --device cpu so far")
+    if offloads:
+        notes.append(
+            f"{FLAG}: weights stay in the file and are copied for each use; with less memory than they need they are"
+            " read from the disk at every step, which is slow"
+        )
+    if experts is not None and max_num_seqs > MAX_CALM_SEQS:
+        notes.append(
+            f"{EXPERT_FLAG}: {max_num_seqs} sequences at a time choose so many experts that each step reads most of"
+            f" them; --max-num-seqs {MAX_CALM_SEQS} or less is faster"
+        )
+    return notes
 
 
 def size_pool(

@@ -32,6 +32,7 @@ from vkit.pooling import Pooler, Pooling
 from vkit.sampler import Sampler
 from vkit.scheduler import Scheduler, SchedulerLimits
 from vkit.sequence import Plan, Sequence, SequenceUpdate
+from vkit.speculation.proposer import Proposer
 from vkit.text.tokenizer import Tokenizer
 from vkit.types import CompletionOutput, FinishReason, RequestOutput
 
@@ -121,6 +122,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         *,
         plugins: Iterable[BatchLogitsProcessor] = (),
+        proposer: Proposer | None = None,
         connector: KVConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -128,7 +130,11 @@ class Engine:
             _check_copies_states(runner)
         self.settings = settings
         self.runner = runner
-        self.metrics = EngineMetrics(settings.limits.max_model_len, measures_blocks=settings.measures_blocks)
+        self.proposer = proposer
+        max_drafts = proposer.max_drafts if proposer is not None else 0
+        self.metrics = EngineMetrics(
+            settings.limits.max_model_len, measures_blocks=settings.measures_blocks, max_drafts=max_drafts
+        )
         self.events = CacheEvents()
         self.pool = BlockPool(settings.num_blocks, self.events)
         if self.metrics.blocks is not None:
@@ -145,6 +151,8 @@ class Engine:
             max_model_len=settings.limits.max_model_len,
             max_step_tokens=settings.limits.max_num_batched_tokens,
             hasher=hasher,
+            num_state_rows=1 + max_drafts,
+            num_blocks_recomputed=int(proposer is not None and proposer.needs_hidden_states),
         )
         self._transfer = self._make_transfer(connector)
         end_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
@@ -160,6 +168,8 @@ class Engine:
             self.cache,
             policy=settings.scheduling_policy,
             jumps_forward=settings.enable_jump_forward and not self.sampler.can_forbid,
+            max_drafts=max_drafts,
+            num_lookahead=proposer.num_lookahead if proposer is not None else 0,
             transfer=self._transfer,
             clock=clock,
         )
@@ -276,10 +286,17 @@ class Engine:
             self._report(self._advance())
         elif self._transfer is not None and self._transfer.has_pending:
             self._report(self._exchange())
-        if not can_advance or self._next_plan is None or not self.scheduler.has_unfinished:
+        if not can_advance or not self._has_shadow_ahead or not self.scheduler.has_unfinished:
             self._settle()
         ready, self._ready = self._ready, []
         return ready
+
+    @property
+    def _has_shadow_ahead(self) -> bool:
+        """Whether a next step is certain, in whose shadow callers can be told of this one."""
+        if self.proposer is not None and self._shadow is not None:
+            return not self.is_stalled
+        return self._next_plan is not None
 
     def _advance(self) -> list[SequenceUpdate]:
         """Plan, run, sample, book."""
@@ -293,11 +310,32 @@ class Engine:
             return []
         settled = self._settle_transfers()
         samples = self.sampler.sample(logits, plan)
+        if self.proposer is not None:
+            self.proposer.forget(plan.finished_ids)
+            self.proposer.observe(plan, samples)
         self._observe_step(plan, samples.num_corrupted)
         updates = settled + self.scheduler.commit(plan, samples)
+        if self.proposer is not None:
+            self._draft(self.proposer, updates)
         self.metrics.forced_tokens.value = self.scheduler.num_forced_tokens
         updates.extend(SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended())
         return updates
+
+    def _draft(self, proposer: Proposer, updates: list[SequenceUpdate]) -> None:
+        """Have the sequences' next tokens guessed."""
+        for update in updates:
+            sequence = update.sequence
+            if sequence.is_finished:
+                continue
+            if update.num_drafts:
+                proposer.book(sequence, update.num_drafts, update.num_accepted)
+            drafts = proposer.propose(sequence)
+            self.scheduler.set_drafts(sequence, drafts.token_ids)
+            if drafts.probs is not None and sequence.draft_token_ids:
+                assert isinstance(self.sampler, Sampler), "what draws drafts generates"
+                self.sampler.draft_probs[sequence.id] = drafts.probs
+        if self.metrics.drafts is not None:
+            self.scheduler.draft_stats.publish(self.metrics.drafts)
 
     def _exchange(self) -> list[SequenceUpdate]:
         """Let a connector work although no step runs."""
@@ -372,7 +410,8 @@ class Engine:
 
     def _work_in_shadow(self) -> Plan | None:
         self._flush()
-        return self.scheduler.schedule()
+        # What the step after a verification runs depends on what it finds, and on the drafts made of that.
+        return self.scheduler.schedule() if self.proposer is None else None
 
     def _report(self, updates: list[SequenceUpdate]) -> None:
         """Hand news to the output side: now, or in the shadow of the next forward pass."""
@@ -583,6 +622,8 @@ class Engine:
             100 * self.pool.usage,
             100 * self.cache.stats.recent_hit_rate,
         )
+        if (report := self.scheduler.draft_stats.take_report()) is not None:
+            logger.info("%s", report)
 
     def _offload_families(self) -> list[MetricFamily]:
         """What a connector has moved."""

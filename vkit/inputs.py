@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
 from vkit.errors import InvalidRequest
-from vkit.media import Media, MediaLimits, MediaProcessor, PlacedMedia, PlacedPrompt, checked_media
+from vkit.media import Media, MediaInput, MediaLimits, MediaProcessor, PlacedMedia, PlacedPrompt, checked_media
 from vkit.sequence import AdapterRef, Grammar, RopePositions
 from vkit.thinking import ThinkingBudget, thinking_budget
 from vkit.types import WHOLE_VOCABULARY, OutputKind, ReasoningMarks, SamplingParams, StructuredOutputs
@@ -151,6 +151,8 @@ class InputProcessor:
     media_limits: MediaLimits = field(default_factory=dict)
     max_whole_media: int | None = None
     """Most tokens of one item that a step can hold."""
+    max_encoded_media: int | None = None
+    """Most tokens whose media one step encodes, where all of a prompt is computed in one step."""
     splits_media: bool = True
     """Whether several steps may share an item whose tokens do not see each other."""
     reasoning_marks: MarksOf | None = None
@@ -308,6 +310,8 @@ class InputProcessor:
             )
         checked_token_ids("prompt", token_ids, self.vocab_size)
         items = [self.media.prepare(item) for item in media]
+        if self.max_encoded_media is not None:
+            self._check_encoded(items, self.max_encoded_media)
         placed = self.media.place(token_ids, items)
         if self.max_whole_media is not None:
             for entry in placed.media:
@@ -322,6 +326,18 @@ class InputProcessor:
                         remedy="raise --max-num-batched-tokens or --long-prefill-token-threshold",
                     )
         return placed
+
+    @staticmethod
+    def _check_encoded(items: Sequence[MediaInput], limit: int) -> None:
+        """One item may be longer than a step encodes, since it then has the step to itself; several may not."""
+        sizes = {item.digest: item.num_rows for item in items}
+        if len(sizes) > 1 and sum(sizes.values()) > limit:
+            raise InvalidRequest(
+                f"multi_modal_data: {sum(sizes.values())} tokens of media in a prompt that is computed in one step,"
+                f" which encodes at most {limit}",
+                param="multi_modal_data",
+                remedy="raise --max-num-encoder-input-tokens, or let prompts be cut (--enable-chunked-prefill)",
+            )
 
     def _read_prompt(
         self, prompt: Prompt, cache_salt: str | None, options: PromptOptions, *, has_media: bool

@@ -86,7 +86,7 @@ def inspect_model(args: EngineArgs) -> Inspection:
     checkpoint = open_checkpoint(Path(args.model))
     device = find_device(args.device)
     try:
-        facts, _ = describe_model(checkpoint, args, device)
+        facts = describe_model(checkpoint, args, device).facts
     except ModelLoadError as error:
         return Inspection(checkpoint, None, str(error))
     try:

@@ -37,6 +37,7 @@ from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.kv_transfer import KVTransferConfig
 from vkit.layers import AdapterSwitch
+from vkit.layers.streaming import FileReader
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
 from vkit.loaders.mmproj import ProjectedCheckpoint
@@ -47,16 +48,22 @@ from vkit.media.conversation import with_placeholders
 from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
+from vkit.models.offload import OffloadPlan, apply_offload, plan_offload
 from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.pooling import EmbeddingForm, Pooling, embedding_form
 from vkit.runner import PreparedStep, Runner
 from vkit.scheduler import SchedulerLimits
-from vkit.sequence import Plan
+from vkit.sequence import Plan, StepSamples
+from vkit.speculation.checkpoints import DraftPlan, has_draft_head, plan_drafts
+from vkit.speculation.drafter import Drafter, ModelProposer
+from vkit.speculation.proposer import Drafts, Proposer
+from vkit.speculation.support import check_plugins, check_processors, make_proposer
 from vkit.structured.compiler import GrammarCompiler, require_backend
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
 from vkit.types import ReasoningMarks
+from vkit.weight_offload import ExpertCacheSize, OffloadConfig
 
 logger = logging.getLogger("vkit")
 
@@ -68,6 +75,7 @@ _PROCESSOR_METHODS = ("is_argmax_invariant", "update_state", "apply")
 DEFAULT_CONTEXT = 2048
 """Context limit of a model whose configuration names none."""
 
+_TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -80,21 +88,52 @@ class ResidentModel:
         config: EngineConfig,
         progress: ProgressCallback | None,
         worker: WorkerSide | None = None,
+        drafting: DraftPlan | None = None,
     ) -> None:
+        """`worker` moves cache entries for a connector. `drafting`: how tokens are drafted, if they are."""
         self._checkpoint = checkpoint
         self._config = config
         self._worker = worker
+        self._drafting = drafting
+        self._drafter: Drafter | None = None
+        self._reader: FileReader | None = None
         self._switch = AdapterSwitch() if config.enable_lora else None
         self._model: CausalLM | None = self._build(progress)
-        self._runner: Runner | None = Runner(self._model, config, config.num_blocks, self._switch, worker)
+        self._runner: Runner | None = self._new_runner()
 
     def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
-        model = build_model(self._checkpoint, self._config, progress)
+        config, drafting = self._config, self._drafting
+        has_head = has_draft_head(config.speculation, self._checkpoint)
+        model = build_model(self._checkpoint, config, progress, has_draft_head=has_head)
+        if config.offload_config is not None or config.moe_expert_cache is not None:
+            plan = _offload_plan(model, self._checkpoint, config.offload_config, config.moe_expert_cache)
+            self._reader = apply_offload(model, self._checkpoint, plan)
         if self._switch is not None:
             let_listen(model, self._switch)
+        if drafting is not None and drafting.drafts_with_model:
+            self._drafter = drafting.build(model, config)
         return model
 
     copies_states = Runner.copies_states
+
+    def _new_runner(self) -> Runner:
+        assert self._model is not None, "weights come before the cache"
+        config = self._config
+        specs = self._drafting.specs if self._drafting is not None else ()
+        return Runner(
+            self._model,
+            config,
+            config.num_blocks,
+            self._switch,
+            self._worker,
+            drafter=self._drafter,
+            draft_specs=specs,
+        )
+
+    def draft(self, plan: Plan, samples: StepSamples) -> list[Drafts]:
+        """Drafts for each item of the step that was run last."""
+        assert self._runner is not None, "a sleeping model runs no steps"
+        return self._runner.draft(plan, samples)
 
     def prepare(self, plan: Plan) -> PreparedStep:
         """Host work of a step."""
@@ -120,7 +159,8 @@ class ResidentModel:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
         self._runner = None
         if level == 2 or self._config.device != "cpu":
-            self._model = None
+            self._drafter = None
+            self._drop_model()
 
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
@@ -129,12 +169,21 @@ class ResidentModel:
         if self._runner is None and "kv_cache" in tags:
             if self._model is None:
                 raise InvalidRequest("tags: the weights must be woken before, or with, the kv_cache", param="tags")
-            self._runner = Runner(self._model, self._config, self._config.num_blocks, self._switch, self._worker)
+            self._runner = self._new_runner()
 
     def close(self) -> None:
         """Free everything."""
-        self._runner = self._model = None
+        self._runner = self._drafter = None
+        self._drop_model()
         self._checkpoint.close()
+        if self._drafting is not None:
+            self._drafting.close()
+
+    def _drop_model(self) -> None:
+        self._model = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
 @dataclass(slots=True)
@@ -275,6 +324,8 @@ class CheckedModel:
     embedding: EmbeddingForm | None = None
     adapters: AdapterRegistry | None = None
     media: MediaProcessor | None = None
+    drafting: DraftPlan | None = None
+    """How tokens are drafted, if they are."""
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -286,15 +337,20 @@ class CheckedModel:
         torch.set_num_threads(config.threads)
         kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
         groups = group_layers(list(self.cache_specs))
-        announced = _Announced()
-        connector = self._connector(groups, announced)
-        resident = ResidentModel(checkpoint, config, progress, None if connector is None else connector.worker)
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins = [processor.build(vocab_size) for processor in self.processors]
         checks = tuple(processor.check for processor in self.processors if processor.check is not None)
+        if self.drafting is not None:
+            check_plugins(plugins)
+            checks = (*checks, check_processors)
+        announced = _Announced()
+        connector = self._connector(groups, announced)
+        worker = None if connector is None else connector.worker
+        resident = ResidentModel(checkpoint, config, progress, worker, self.drafting)
+        proposer = _proposer(self.drafting, resident) if self.drafting is not None else None
         embedding = self.embedding
         own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
-        engine = Engine(own, resident, groups, tokenizer, plugins=plugins, connector=connector)
+        engine = Engine(own, resident, groups, tokenizer, plugins=plugins, proposer=proposer, connector=connector)
         announced.engine = engine
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
@@ -311,6 +367,7 @@ class CheckedModel:
                 kind: config.limit_mm_per_prompt[kind] for kind in KINDS if kind in config.limit_mm_per_prompt
             },
             max_whole_media=_max_whole_media(config),
+            max_encoded_media=None if config.enable_chunked_prefill else config.max_num_encoder_input_tokens,
             splits_media=not config.disable_chunked_mm_input,
             embeds=embedding is not None,
             find_adapter=self.adapters.find if self.adapters is not None else None,
@@ -397,16 +454,38 @@ def check_model(args: EngineArgs) -> CheckedModel:
         chat_template=template.source if template is not None else None,
         text_of=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
     )
-    facts, specs = describe_model(checkpoint, args, device)
+    described = describe_model(checkpoint, args, device)
     embeds = getattr(model_class(checkpoint.architecture), "embeds", False)
     embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
     media = _media_processor(checkpoint, args, device, tokenizer)
-    facts = dataclasses.replace(facts, media_kinds=media.kinds if media is not None else ())
+    facts = dataclasses.replace(described.facts, media_kinds=media.kinds if media is not None else ())
     config = args.resolve(facts, _device_facts(device))
+    if described.drafting is not None:
+        if described.drafting.drafts_with_model and args.kv_transfer_config is not None:
+            method = described.drafting.settings.method
+            raise UsageError(
+                f"--kv-transfer-config: cannot go with drafts of {method}, whose own cache entries no connector keeps",
+                remedy="use the ngram method, or leave one of them out",
+            )
+        if embedding is not None:
+            raise UsageError(f"--speculative-config: {checkpoint.name} makes embeddings and generates no tokens")
+        config = dataclasses.replace(config, speculation=described.drafting.settings)
     for note in config.notes:
         logger.warning("%s", note)
     adapters = _adapters(checkpoint, config) if config.enable_lora else None
-    return CheckedModel(config, checkpoint, tokenizer, template, specs, parsers, processors, embedding, adapters, media)
+    return CheckedModel(
+        config,
+        checkpoint,
+        tokenizer,
+        template,
+        described.specs,
+        parsers,
+        processors,
+        embedding,
+        adapters,
+        media,
+        described.drafting,
+    )
 
 
 def _media_processor(
@@ -436,16 +515,59 @@ def _adapters(checkpoint: Checkpoint, config: EngineConfig) -> AdapterRegistry:
     return open_adapters(checkpoint, config, {name: Path(path) for name, path in modules.items()})
 
 
-def describe_model(
-    checkpoint: Checkpoint, args: EngineArgs, device: Device
-) -> tuple[ModelFacts, list[LayerCacheSpec | None]]:
-    """What settings depend on, and what each layer caches; no weight byte is read.
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What is known of a model without its weights."""
+
+    facts: ModelFacts
+    """What settings depend on."""
+    specs: list[LayerCacheSpec | None]
+    """What each layer caches, those of a drafter last."""
+    drafting: DraftPlan | None
+
+
+def describe_model(checkpoint: Checkpoint, args: EngineArgs, device: Device) -> ModelDescription:
+    """The description of a model; no weight byte is read.
 
     Raises:
         ModelLoadError: the architecture is not computed here, or its configuration contradicts itself.
+        UsageError: tokens cannot be drafted as asked.
     """
-    specs = create_model(checkpoint, _provisional(args, checkpoint, device)).cache_specs()
-    return _model_facts(checkpoint, args, specs), specs
+    provisional = _provisional(args, checkpoint, device)
+    model = create_model(checkpoint, provisional, has_draft_head=has_draft_head(args.speculation, checkpoint))
+    drafting = None
+    specs = model.cache_specs()
+    if args.speculation is not None:
+        drafting = plan_drafts(args.speculation, checkpoint, model, provisional, use_mmap=not args.no_mmap)
+        specs += drafting.specs
+    facts = _model_facts(checkpoint, args, specs, drafting)
+    offload, experts = args.offload_config, args.moe_expert_cache
+    if isinstance(offload, OffloadConfig) or isinstance(experts, ExpertCacheSize):
+        assert offload is None or isinstance(offload, OffloadConfig)
+        assert experts is None or isinstance(experts, ExpertCacheSize)
+        plan = _offload_plan(model, checkpoint, offload, experts)
+        facts = dataclasses.replace(facts, num_weight_bytes=max(0, facts.num_weight_bytes - plan.saved_bytes))
+    return ModelDescription(facts, specs, drafting)
+
+
+def _proposer(drafting: DraftPlan, resident: ResidentModel) -> Proposer:
+    if not drafting.drafts_with_model:
+        return make_proposer(drafting.settings)
+    return ModelProposer(
+        resident,
+        max_drafts=drafting.num_drafts,
+        num_lookahead=drafting.num_lookahead,
+        needs_hidden_states=drafting.settings.method == "mtp",
+    )
+
+
+def _offload_plan(
+    model: CausalLM, checkpoint: Checkpoint, offload: OffloadConfig | None, experts: ExpertCacheSize | None
+) -> OffloadPlan:
+    top_k = HFConfig(checkpoint.config).optional_integer(*_TOP_K_KEYS)
+    if experts is not None and top_k is None:
+        raise UsageError(f"--moe-expert-cache: {checkpoint.name} does not say how many experts a token chooses")
+    return plan_offload(model, checkpoint, offload, experts, top_k or 1)
 
 
 def load_model(args: EngineArgs, progress: ProgressCallback | None = None) -> LoadedModel:
@@ -520,12 +642,16 @@ def _device_facts(device: Device) -> DeviceFacts:
     )
 
 
-def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCacheSpec | None]) -> ModelFacts:
+def _model_facts(
+    checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCacheSpec | None], drafting: DraftPlan | None
+) -> ModelFacts:
     groups = []
+    num_states = 1 + (drafting.num_drafts if drafting is not None else 0)
     for group in group_layers(specs):
         units = [spec.bytes_per_unit for spec in (specs[layer] for layer in group.layers) if spec is not None]
         granule = max(spec.granule for spec in (specs[layer] for layer in group.layers) if spec is not None)
-        groups.append(CacheGroupFacts(str(group.kind), len(group.layers), max(units), group.window, granule))
+        sizes = (str(group.kind), len(group.layers), max(units), group.window, granule, num_states)
+        groups.append(CacheGroupFacts(*sizes))
     config = HFConfig(checkpoint.config)
     num_experts = config.optional_integer(*_EXPERT_KEYS)
     per_token, per_seq = _activation_bytes(config)
@@ -535,7 +661,7 @@ def _model_facts(checkpoint: Checkpoint, args: EngineArgs, specs: list[LayerCach
         format=checkpoint.format,
         dtype=_checkpoint_dtype(checkpoint),
         max_model_len=_context_limit(checkpoint),
-        num_weight_bytes=checkpoint.num_weight_bytes,
+        num_weight_bytes=checkpoint.num_weight_bytes + (drafting.num_weight_bytes if drafting is not None else 0),
         cache_groups=tuple(groups),
         is_moe=num_experts is not None and num_experts > 1,
         num_activation_bytes=(args.max_num_batched_tokens or 2048) * per_token + args.max_num_seqs * per_seq,
@@ -633,10 +759,14 @@ def _class_at(path: str) -> Any:
 def _shown(config: EngineConfig) -> dict[str, Any]:
     """The configuration in plain JSON values."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if config.speculation is not None:
+        values["speculation"] = dataclasses.asdict(config.speculation)
     return {name: _plain(value) for name, value in values.items()}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, KVTransferConfig):
         return {**value.as_json(), "kv_connector_extra_config": "set" if value.kv_connector_extra_config else None}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
     return dict(value) if isinstance(value, Mapping) else value

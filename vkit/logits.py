@@ -116,9 +116,21 @@ class Penalties:
         self._ids = np.zeros(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)
 
-    def apply(self, row: Tensor) -> None:
-        """Penalise used ids."""
-        self._catch_up()
+    def apply(self, row: Tensor, num_drafts: int = 0) -> None:
+        """Penalise used ids. The last `num_drafts` of the tokens are drafts: they count in this row alone."""
+        num_known = len(self._sequence.token_ids) - num_drafts
+        self._catch_up(num_known)
+        num_ids = len(self._index)
+        drafts = self._sequence.token_ids[num_known:]
+        for token_id in drafts:
+            self._count(token_id, is_output=True)
+        self._penalise(row)
+        for token_id in drafts:
+            self._counts[self._index[token_id]] -= 1
+        while len(self._index) > num_ids:
+            self._index.popitem()
+
+    def _penalise(self, row: Tensor) -> None:
         params = self._sequence.params
         used = len(self._index)
         ids = torch.from_numpy(self._ids[:used]).to(row.device)
@@ -130,12 +142,12 @@ class Penalties:
         values = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
         row[ids] = values
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, num_known: int) -> None:
         token_ids = self._sequence.token_ids
         num_prompt = self._sequence.num_prompt_tokens
-        for position in range(self._num_seen, len(token_ids)):
+        for position in range(self._num_seen, num_known):
             self._count(token_ids[position], is_output=position >= num_prompt)
-        self._num_seen = len(token_ids)
+        self._num_seen = num_known
 
     def _count(self, token_id: int, *, is_output: bool) -> None:
         index = self._index.setdefault(token_id, len(self._index))
@@ -230,12 +242,15 @@ def unpacked_bitmask(words: Tensor, vocab_size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AddedRow:
-    """A sequence that joined the batch at row `index`. The output view grows as tokens arrive."""
+    """A sequence that joined the batch at row `index`. The output view grows as tokens arrive.
+
+    A row that verifies drafts is one of its own, added anew in every step: its output ends with the drafts before it.
+    """
 
     index: int
     params: SamplingParams
     prompt_token_ids: list[int]
-    output_token_ids: OutputTokens
+    output_token_ids: SequenceABC[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vkit.types import FinishReason
 
@@ -132,10 +132,20 @@ def one_two_five(limit: int) -> list[int]:
     return bounds
 
 
+class DraftCounters(NamedTuple):
+    """How drafts fared."""
+
+    drafts: Counter
+    draft_tokens: Counter
+    accepted_tokens: Counter
+    accepted_per_position: Counter
+
+
 class EngineMetrics:
     """Every counter and histogram of one engine. Histograms per request are observed once per finished sequence."""
 
-    def __init__(self, max_model_len: int, *, measures_blocks: bool = False) -> None:
+    def __init__(self, max_model_len: int, *, measures_blocks: bool = False, max_drafts: int = 0) -> None:
+        """`max_drafts`: most drafts of a sequence per step; 0 where nothing is drafted, and then nothing is shown."""
         lengths = one_two_five(max_model_len)
 
         def tokens(name: str, help: str) -> Histogram:
@@ -195,6 +205,20 @@ class EngineMetrics:
         self.inference = seconds("request_inference_time", "First scheduling to last token")
         self.prefill = seconds("request_prefill_time", "First scheduling to first token")
         self.decode = seconds("request_decode_time", "First token to last token")
+        self.drafts: DraftCounters | None = None
+        if max_drafts:
+            positions = tuple(map(str, range(max_drafts)))
+            self.drafts = DraftCounters(
+                counter("spec_decode_num_drafts", "Verifications: a sequence with drafts in a step counts once"),
+                counter("spec_decode_num_draft_tokens", "Drafts verified"),
+                counter("spec_decode_num_accepted_tokens", "Drafts that turned out right"),
+                counter(
+                    "spec_decode_num_accepted_tokens_per_pos",
+                    "Drafts that turned out right, by their place after the sequence's last token",
+                    "position",
+                    positions,
+                ),
+            )
         self.blocks: tuple[Histogram, Histogram, Histogram] | None = None
         if measures_blocks:
             self.blocks = (
@@ -223,7 +247,7 @@ class EngineMetrics:
     def families(self) -> list[MetricFamily]:
         """A snapshot of all counters and histograms."""
         return [value.family() for value in self.__dict__.values() if isinstance(value, Counter | Histogram)] + [
-            histogram.family() for histogram in self.blocks or ()
+            entry.family() for entry in (*(self.blocks or ()), *(self.drafts or ()))
         ]
 
 

@@ -17,6 +17,7 @@ from vkit.text.stops import StopMatcher
 from vkit.text.tokenizer import Tokenizer
 from vkit.types import (
     CompletionOutput,
+    DraftCounts,
     FinishReason,
     Logprob,
     OutputKind,
@@ -233,6 +234,7 @@ class OutputProcessor:
         state.num_unfinished -= 1
         times = state.times
         times.num_preemptions += sequence.num_preemptions
+        times.drafts += DraftCounts(sequence.num_verifications, sequence.num_draft_tokens, sequence.num_accepted_tokens)
         self._metrics.observe_finished(
             SequenceTimes(
                 reason=reason,

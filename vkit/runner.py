@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,11 +12,14 @@ from torch import Tensor
 from vkit import kernels
 from vkit.batch import Batch, BatchBuilder
 from vkit.cache.connector import TransferReport, WorkerSide
+from vkit.cache.groups import LayerCacheSpec
 from vkit.cache.store import TensorStore
 from vkit.encoding import MediaEncoder, MediaStep
 from vkit.layers import AdapterSwitch, AdapterWeights
 from vkit.models.base import CausalLM
-from vkit.sequence import Plan, StateCopy
+from vkit.sequence import Plan, StateCopy, StepSamples
+from vkit.speculation.drafter import Drafter, ObservedStep
+from vkit.speculation.proposer import Drafts
 
 
 class RunnerConfig(Protocol):
@@ -72,16 +76,22 @@ class Runner:
         num_blocks: int,
         adapters: AdapterSwitch | None = None,
         worker: WorkerSide | None = None,
+        *,
+        drafter: Drafter | None = None,
+        draft_specs: Sequence[LayerCacheSpec | None] = (),
     ) -> None:
         """`adapters`: what the model's linear layers listen to, where requests may choose adapters.
 
-        `worker` moves cache entries for a connector.
+        `worker` moves cache entries for a connector. `draft_specs`: what the drafter's own layers keep, which are
+        numbered after the model's.
         """
         self.model = model
         self._worker = worker
         self._adapters = adapters
         self._device = device = torch.device(config.device)
-        specs = model.cache_specs()
+        specs = [*model.cache_specs(), *draft_specs]
+        self.drafter = drafter
+        self._observed: tuple[Batch, Tensor, list[Tensor]] | None = None
         self.store = TensorStore(
             specs,
             num_blocks=num_blocks,
@@ -97,7 +107,9 @@ class Runner:
             device=device,
         )
         self._media = MediaEncoder(model.encode_media, device)
-        self._step = kernels.wrap_step(device.type, self._run)
+        needs_streams = drafter is not None and (drafter.needs_hidden or drafter.tapped_layers)
+        # A recorded step hands out its logits alone.
+        self._step = self._run if needs_streams else kernels.wrap_step(device.type, self._run)
         self._pages = {
             f"layers.{layer}": slab
             for group in self.store.groups
@@ -154,10 +166,13 @@ class Runner:
     def _pass(self, step: PreparedStep) -> Tensor:
         batch = step.batch
         batch.media = self._media.run(step.media)
+        if self.drafter is not None:
+            batch.taps = dict.fromkeys(self.drafter.tapped_layers)
+            self._observed = batch, torch.empty(0), []
         if step.adapters:
             return self._run_adapted(batch, step.adapters)
-        if batch.media is not None or batch.axis_positions is not None:
-            return self._run(batch)  # recorded steps know tokens alone
+        if batch.media is not None or batch.axis_positions is not None or batch.state_targets is not None:
+            return self._run(batch)  # recorded steps know tokens alone, and one state per sequence
         return self._step(batch)
 
     def _run_adapted(self, batch: Batch, adapters: list[tuple[Tensor | None, AdapterWeights]]) -> Tensor:
@@ -174,8 +189,18 @@ class Runner:
         return self.execute(self.prepare(plan))
 
     @torch.inference_mode()
+    def draft(self, plan: Plan, samples: StepSamples) -> list[Drafts]:
+        """Drafts for each item of the plan that was executed last, before it is booked."""
+        assert self.drafter is not None, "asked of a runner with a drafter"
+        assert self._observed is not None, "asked after a step"
+        batch, hidden, taps = self._observed
+        self._observed = None
+        return self.drafter.draft(ObservedStep(plan.scheduled, samples.token_ids, batch, hidden, taps), self._builder)
+
     def _run(self, batch: Batch) -> Tensor:
         hidden = self.model.forward(batch)
+        if self._observed is not None and self._observed[0] is batch:
+            self._observed = batch, hidden, [tap for tap in (batch.taps or {}).values() if tap is not None]
         return self.model.compute_logits(kernels.embedding(batch.logits_rows, hidden))
 
 

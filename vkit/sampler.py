@@ -20,7 +20,8 @@ from torch import Tensor
 from vkit import kernels
 from vkit.logits import AddedRow, BatchLogitsProcessor, BatchUpdate, RowEdits, apply_bitmask, edits_for
 from vkit.randomness import draw_keys, mixed_seed
-from vkit.sequence import OutputTokens, Plan, ScheduledSequence, Sequence, StepSamples
+from vkit.sequence import OutputTokens, Plan, ScheduledSequence, Sequence, StepSamples, with_drafts
+from vkit.speculation.verification import num_accepted, verify_drawn
 from vkit.structured.masks import FilledMasks, GrammarMasks
 from vkit.types import WHOLE_VOCABULARY, Logprob, PositionLogprobs
 
@@ -31,9 +32,12 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 
 @dataclass(slots=True)
 class _Batch:
-    """Everything about a set of sampling sequences that stays the same while the set does."""
+    """Everything about a set of rows that stays the same while the set does."""
 
     sequences: list[Sequence]
+    """Of each row; one that has drafts verified has several."""
+    num_drafts: list[int]
+    """Per row, how many of its sequence's drafts come before the token it yields."""
     edits: list[tuple[int, RowEdits]] = field(default_factory=list)
     grammars: list[int] = field(default_factory=list)
     logprob_rows: list[int] = field(default_factory=list)
@@ -50,6 +54,7 @@ class _RandomRows:
 
     rows: list[int]
     sequences: list[Sequence]
+    num_drafts: npt.NDArray[np.int64]
     mixed_seeds: npt.NDArray[np.uint64]
     keeps_survivors: bool
     """Whether their log-probabilities are those of what is drawn from."""
@@ -79,8 +84,10 @@ class Sampler:
         self._invariant = [plugin for plugin in plugins if plugin.is_argmax_invariant()]
         self._masks = GrammarMasks(vocab_size, end_ids)
         self._pending_masks: Future[FilledMasks] | None = None
+        self.draft_probs: dict[str, Tensor] = {}
+        """Per sequence whose drafts were drawn at random: what from, (drafts, V) float32 probabilities."""
         self._edits: dict[str, RowEdits] = {}
-        self._batch = _Batch([])
+        self._batch = _Batch([], [])
         self._device = torch.device("cpu")
 
     @property
@@ -106,19 +113,19 @@ class Sampler:
         count = len(plan.scheduled)
         result = StepSamples([[]] * count, [None] * count)
         items, rows = self._row_layout(logits, plan)
-        if not items:
-            return result
-        if len(rows) != logits.shape[0]:
-            logits = logits[torch.tensor(rows, device=logits.device)]
-        batch = self._batch_of([plan.scheduled[index].sequence for index in items], logits.device)
-        if batch.is_plain and not self._changing and not self._invariant:
-            self._take_largest(logits, items, result)
-        else:
-            self._sample_rows(logits.float(), batch, items, plan, result)
+        if items:
+            if len(rows) != logits.shape[0]:
+                logits = logits[torch.tensor(rows, device=logits.device)]
+            batch = self._batch_of([plan.scheduled[index] for index in items], logits.device)
+            if batch.is_plain and not self._changing and not self._invariant:
+                self._take_largest(logits, items, plan, result)
+            else:
+                self._sample_rows(logits.float(), batch, items, plan, result)
+        self.draft_probs.clear()
         return result
 
     def _row_layout(self, logits: Tensor, plan: Plan) -> tuple[list[int], list[int]]:
-        """Items that sample and their logits rows; prompt log-probabilities are taken on the way."""
+        """Items that sample and their logits rows, several for one with drafts; prompt log-probabilities on the way."""
         items: list[int] = []
         rows: list[int] = []
         row = 0
@@ -128,7 +135,7 @@ class Sampler:
             row += item.num_logits
             if item.samples:
                 items.append(index)
-                rows.append(row - 1)
+                rows.extend(range(row - 1 - item.num_drafts, row))
             elif item.num_logits == 1 and item.sequence.wants_prompt_logprobs:
                 self._take_prompt_logprobs(logits[row - 1 : row], item)
         return items, rows
@@ -139,59 +146,118 @@ class Sampler:
         if batch.logprob_rows and not self._takes_processed:
             raw = self._snapshot(logits[torch.tensor(batch.logprob_rows, device=logits.device)])
         errors = self._edit(logits, batch, plan)
-        token_ids = [0] * len(items)
-        largest = torch.zeros(len(items), device=logits.device)
+        corrupted: set[int] = set()
+        num_rows = logits.shape[0]
+        token_ids = [0] * num_rows
+        largest = torch.zeros(num_rows, device=logits.device)
         # Only an invariant plug-in parts what is judged from what is drawn from; else a random row is read once.
         judges_first = bool(self._invariant)
-        _choose_greedily(logits, range(len(items)) if judges_first else batch.greedy, token_ids, largest)
+        _choose_greedily(logits, range(num_rows) if judges_first else batch.greedy, token_ids, largest)
         if judges_first:
-            self._check_rows(largest.tolist(), errors, result)
+            corrupted = _check_rows(largest.tolist(), errors)
             _apply_plugins(self._invariant, logits, errors)
         processed = logits.clone() if batch.keeps_survivors else None
         for group in batch.random:
             found = self._draw(logits, group, token_ids, processed)
             largest[group.index] = found
         if not judges_first:
-            self._check_rows(largest.tolist(), errors, result)
+            corrupted = _check_rows(largest.tolist(), errors)
+        counts = self._verify([plan.scheduled[index] for index in items], processed, token_ids, errors)
+        logprobs: dict[int, PositionLogprobs] = {}
         if batch.logprob_rows:
             if raw is None:
                 source = processed if processed is not None else logits
                 raw = self._snapshot(source[torch.tensor(batch.logprob_rows, device=logits.device)])
-            logprobs = self._gather_logprobs(raw, batch, token_ids)
-            for row, entry in zip(batch.logprob_rows, logprobs, strict=True):
-                result.logprobs[items[row]] = [entry]
-        for row, index in enumerate(items):
-            result.token_ids[index] = [token_ids[row]]
-        for row, error in errors.items():
-            result.errors[items[row]] = error
+            found_logprobs = self._gather_logprobs(raw, batch, token_ids)
+            logprobs = dict(zip(batch.logprob_rows, found_logprobs, strict=True))
+        self._collect(token_ids, counts, errors, corrupted, items, plan, result)
+        row = 0
+        for index, count in zip(items, counts, strict=True):
+            if row in logprobs:
+                result.logprobs[index] = [logprobs[place] for place in range(row, row + count)]
+            row += 1 + plan.scheduled[index].num_drafts
 
-    def _take_largest(self, logits: Tensor, items: list[int], result: StepSamples) -> None:
+    @staticmethod
+    def _collect(
+        token_ids: list[int],
+        counts: list[int],
+        errors: dict[int, str],
+        corrupted: set[int],
+        items: list[int],
+        plan: Plan,
+        result: StepSamples,
+    ) -> None:
+        """Hand out what the rows (R,) say: `counts` tokens to each item, or its error."""
+        row = 0
+        for index, count in zip(items, counts, strict=True):
+            result.token_ids[index] = token_ids[row : row + count]
+            if row in errors:
+                result.errors[index] = errors[row]
+                result.num_corrupted += row in corrupted
+            row += 1 + plan.scheduled[index].num_drafts
+
+    def _verify(
+        self, items: list[ScheduledSequence], processed: Tensor | None, token_ids: list[int], errors: dict[int, str]
+    ) -> list[int]:
+        """Tokens that each item gets: drafts found right, and one more. `token_ids` (R,) is corrected in place.
+
+        Where a row that is reached has failed, the tokens before it stand; the sequence meets the failure again by
+        itself, as it would without drafts.
+        """
+        counts = []
+        row = 0
+        for item in items:
+            count = 1
+            if item.num_drafts:
+                rows = slice(row, row + 1 + item.num_drafts)
+                drafts = item.sequence.draft_token_ids[: item.num_drafts]
+                probs = self.draft_probs.get(item.sequence.id)
+                if probs is not None and not item.sequence.params.is_greedy:
+                    assert processed is not None, "kept for drafts that were drawn"
+                    tokens = verify_drawn(processed[rows], probs, drafts, token_ids[rows], item.sequence)
+                    count = len(tokens)
+                    token_ids[row : row + count] = tokens
+                else:
+                    count = 1 + num_accepted(drafts, token_ids[rows])
+                failed = next((place for place in range(count) if row + place in errors), 0)
+                count = failed or count
+            counts.append(count)
+            row += 1 + item.num_drafts
+        return counts
+
+    def _take_largest(self, logits: Tensor, items: list[int], plan: Plan, result: StepSamples) -> None:
         """Tokens of a batch in which every row is greedy and nothing is edited or asked besides."""
         token_ids, largest = kernels.largest(logits)
         errors: dict[int, str] = {}
-        self._check_rows(largest, errors, result)
-        for index, token_id in zip(items, token_ids, strict=True):
-            result.token_ids[index] = [token_id]
-        for row, error in errors.items():
-            result.errors[items[row]] = error
+        corrupted = _check_rows(largest, errors)
+        counts = [1] * len(items)
+        if len(token_ids) > len(items):
+            counts = self._verify([plan.scheduled[index] for index in items], None, token_ids, errors)
+        self._collect(token_ids, counts, errors, corrupted, items, plan, result)
 
     # Composition
 
-    def _batch_of(self, sequences: list[Sequence], device: torch.device) -> _Batch:
-        if sequences == self._batch.sequences:
-            for plugin in self._changing + self._invariant:
-                plugin.update_state(None)
-            return self._batch
-        if self._changing or self._invariant:
-            update = _batch_update(self._batch.sequences, sequences)
-            for plugin in self._changing + self._invariant:
+    def _batch_of(self, items: list[ScheduledSequence], device: torch.device) -> _Batch:
+        sequences = [item.sequence for item in items]
+        num_drafts = [0] * len(items)
+        if any(item.num_drafts for item in items):
+            sequences = [item.sequence for item in items for _ in range(1 + item.num_drafts)]
+            num_drafts = [place for item in items for place in range(1 + item.num_drafts)]
+        before = self._batch
+        is_same = sequences == before.sequences and num_drafts == before.num_drafts
+        plugins = self._changing + self._invariant
+        if plugins:
+            update = None if is_same and not any(num_drafts) else _batch_update(before, sequences, num_drafts)
+            for plugin in plugins:
                 plugin.update_state(update)
+        if is_same and not self.draft_probs:
+            return before
         self._device = device
-        self._batch = self._new_batch(sequences)
+        self._batch = self._new_batch(sequences, num_drafts)
         return self._batch
 
-    def _new_batch(self, sequences: list[Sequence]) -> _Batch:
-        batch = _Batch(sequences)
+    def _new_batch(self, sequences: list[Sequence], num_drafts: list[int]) -> _Batch:
+        batch = _Batch(sequences, num_drafts)
         random: dict[bool, list[int]] = {False: [], True: []}
         for row, sequence in enumerate(sequences):
             params = sequence.params
@@ -208,20 +274,22 @@ class Sampler:
                 batch.greedy.append(row)
             else:
                 has_logprobs = bool(batch.logprob_rows) and batch.logprob_rows[-1] == row
-                random[self._takes_processed and has_logprobs].append(row)
+                keeps = (self._takes_processed and has_logprobs) or sequence.id in self.draft_probs
+                random[keeps].append(row)
         batch.keeps_survivors = bool(random[True])
         batch.is_plain = len(batch.greedy) == len(sequences) and not (
             batch.edits or batch.grammars or batch.logprob_rows
         )
-        batch.random = [self._random_rows(sequences, rows, keeps) for keeps, rows in random.items() if rows]
+        batch.random = [self._random_rows(batch, rows, keeps) for keeps, rows in random.items() if rows]
         return batch
 
-    def _random_rows(self, sequences: list[Sequence], rows: list[int], keeps_survivors: bool) -> _RandomRows:
-        own = [sequences[row] for row in rows]
+    def _random_rows(self, batch: _Batch, rows: list[int], keeps_survivors: bool) -> _RandomRows:
+        own = [batch.sequences[row] for row in rows]
         params = [sequence.params for sequence in own]
         return _RandomRows(
             rows=rows,
             sequences=own,
+            num_drafts=np.array([batch.num_drafts[row] for row in rows], dtype=np.int64),
             mixed_seeds=np.array([mixed_seed(sequence.seed) for sequence in own], dtype=np.uint64),
             keeps_survivors=keeps_survivors,
             index=torch.tensor(rows, dtype=torch.int64, device=self._device),
@@ -241,17 +309,20 @@ class Sampler:
         errors = self._mask_by_grammars(logits, batch, plan)
         for row, edits in batch.edits:
             try:
-                for edit in edits.before_penalties:
-                    edit.apply(logits[row])
+                with with_drafts(batch.sequences[row], batch.num_drafts[row]):
+                    for edit in edits.before_penalties:
+                        edit.apply(logits[row])
             except Exception as error:  # a processor of the request's own: it fails that request alone
                 logger.warning("logits processor of sequence %s failed: %r", batch.sequences[row].id, error)
                 errors[row] = f"logits processor failed: {error!r}"
         _apply_plugins(self._changing, logits, errors)
         for row, edits in batch.edits:
             if edits.penalties is not None:
-                edits.penalties.apply(logits[row])
+                with with_drafts(batch.sequences[row], batch.num_drafts[row]):
+                    edits.penalties.apply(logits[row], batch.num_drafts[row])
             if edits.thinking is not None:
-                edits.thinking.apply(logits[row])
+                with with_drafts(batch.sequences[row], batch.num_drafts[row]):
+                    edits.thinking.apply(logits[row], batch.num_drafts[row])
         return errors
 
     def _mask_by_grammars(self, logits: Tensor, batch: _Batch, plan: Plan) -> dict[int, str]:
@@ -263,25 +334,17 @@ class Sampler:
         assert self._pending_masks is not None, "a batch with grammars has masks"
         masks, self._pending_masks = self._pending_masks.result(), None
         ids = [batch.sequences[row].id for row in batch.grammars]
-        apply_bitmask(logits, batch.grammars, masks.words[[masks.rows[name].stop - 1 for name in ids]])
+        places = [masks.rows[name].start + batch.num_drafts[row] for row, name in zip(batch.grammars, ids, strict=True)]
+        apply_bitmask(logits, batch.grammars, masks.words[places])
         return {row: masks.errors[name] for row, name in zip(batch.grammars, ids, strict=True) if name in masks.errors}
-
-    @staticmethod
-    def _check_rows(largest: list[float], errors: dict[int, str], result: StepSamples) -> None:
-        """A row whose largest value is no number fails by itself."""
-        for row, value in enumerate(largest):
-            if math.isfinite(value) or row in errors:
-                continue
-            if value == -math.inf:
-                errors[row] = "no token is allowed by the constraints on this output"
-            else:
-                errors[row] = "the model's logits are not finite"
-                result.num_corrupted += 1
 
     def _draw(self, logits: Tensor, group: _RandomRows, token_ids: list[int], processed: Tensor | None) -> Tensor:
         """Choose the tokens of the group's rows at random; the rows' largest values."""
-        positions = np.array([sequence.num_output_tokens for sequence in group.sequences], dtype=np.uint64)
-        keys = torch.from_numpy(draw_keys(group.mixed_seeds, positions).view(np.int64)).to(logits.device)
+        positions = np.array([sequence.num_output_tokens for sequence in group.sequences], dtype=np.int64)
+        positions += group.num_drafts
+        keys = torch.from_numpy(draw_keys(group.mixed_seeds, positions.view(np.uint64)).view(np.int64)).to(
+            logits.device
+        )
         if group.keeps_survivors:
             assert processed is not None, "kept for such rows"
             chosen, largest, survivors = kernels.draw_with_survivors(logits, group.index, group.rules, keys)
@@ -323,6 +386,20 @@ class Sampler:
         if not sequence.prompt_logprobs:
             sequence.prompt_logprobs.append(None)
         sequence.prompt_logprobs.extend(position_logprobs(values, targets, [width] * len(targets)))
+
+
+def _check_rows(largest: SequenceABC[float], errors: dict[int, str]) -> set[int]:
+    """Add an error for every row whose largest value is no number; the rows that held NaN or infinity."""
+    corrupted = set()
+    for row, value in enumerate(largest):
+        if math.isfinite(value) or row in errors:
+            continue
+        if value == -math.inf:
+            errors[row] = "no token is allowed by the constraints on this output"
+        else:
+            errors[row] = "the model's logits are not finite"
+            corrupted.add(row)
+    return corrupted
 
 
 def _choose_greedily(logits: Tensor, rows: SequenceABC[int], token_ids: list[int], largest: Tensor) -> None:
@@ -391,17 +468,28 @@ def _apply_plugins(plugins: Iterable[BatchLogitsProcessor], logits: Tensor, erro
             errors.update(dict.fromkeys(range(logits.shape[0]), message))
 
 
-def _batch_update(before: list[Sequence], now: list[Sequence]) -> BatchUpdate:
-    old_rows = {sequence.id: row for row, sequence in enumerate(before)}
-    new_ids = {sequence.id for sequence in now}
+def _batch_update(before: _Batch, sequences: list[Sequence], num_drafts: list[int]) -> BatchUpdate:
+    """What became of the rows. Those after drafts live for one step."""
+    old_rows = {
+        sequence.id: row
+        for row, (sequence, drafts) in enumerate(zip(before.sequences, before.num_drafts, strict=True))
+        if not drafts
+    }
+    new_ids = {sequence.id for sequence in sequences}
     moved = []
     added = []
-    for row, sequence in enumerate(now):
-        old_row = old_rows.get(sequence.id)
+    for row, (sequence, drafts) in enumerate(zip(sequences, num_drafts, strict=True)):
+        old_row = None if drafts else old_rows.get(sequence.id)
         if old_row is None:
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-            added.append(AddedRow(row, sequence.params, prompt, OutputTokens(sequence)))
+            output = OutputTokens(sequence)
+            shown = [*output, *sequence.draft_token_ids[:drafts]] if drafts else output
+            added.append(AddedRow(row, sequence.params, prompt, shown))
         elif old_row != row:
             moved.append((old_row, row))
-    removed = [row for row, sequence in enumerate(before) if sequence.id not in new_ids]
-    return BatchUpdate(len(now), removed, moved, added)
+    removed = [
+        row
+        for row, (sequence, drafts) in enumerate(zip(before.sequences, before.num_drafts, strict=True))
+        if drafts or sequence.id not in new_ids
+    ]
+    return BatchUpdate(len(sequences), removed, moved, added)

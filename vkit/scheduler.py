@@ -17,6 +17,7 @@ from vkit.cache.media import MediaCache
 from vkit.cache.transfer import NO_OFFER, KVTransfer, Offer, Outcome, is_waiting_loaded
 from vkit.policies import make_policy
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate, StepSamples
+from vkit.speculation.stats import DraftStats
 from vkit.types import FinishReason, PositionLogprobs
 
 logger = logging.getLogger("vkit.scheduler")
@@ -72,10 +73,16 @@ class Scheduler:
         *,
         policy: str = "fcfs",
         jumps_forward: bool = False,
+        max_drafts: int = 0,
+        num_lookahead: int = 0,
         transfer: KVTransfer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`jumps_forward`: tokens that a grammar leaves no choice about are appended without being sampled."""
+        """`jumps_forward`: tokens that a grammar leaves no choice about are appended without being sampled.
+
+        `max_drafts`: most drafts of a sequence per step. `num_lookahead`: slots that a drafter writes beyond the tokens
+        of a step, given where there is room.
+        """
         self.limits = limits
         self.cache = cache
         encoder_budget = limits.max_num_encoder_input_tokens or limits.max_num_batched_tokens
@@ -86,6 +93,8 @@ class Scheduler:
         """Tokens appended without being sampled."""
         self.num_dropped_tokens = 0
         """Tokens that came back for sequences already ended."""
+        self.draft_stats = DraftStats(max_drafts)
+        self._num_lookahead = num_lookahead
         self._policy = make_policy(policy, caches_prefixes=cache.caches_prefixes)
         self._sequences: dict[str, Sequence] = {}
         self._deferred: dict[str, Sequence] = {}
@@ -126,6 +135,8 @@ class Scheduler:
         if sequence.pending_grammar is not None:
             sequence.status = SequenceStatus.WAITING_FOR_GRAMMAR
             self._deferred[sequence.id] = sequence
+        if any(placed.item.sees_itself for placed in sequence.media):
+            sequence.skips_external = True  # a load could end amid tokens that see each other
         self._sequences[sequence.id] = sequence
         self._policy.add(sequence)
 
@@ -233,6 +244,19 @@ class Scheduler:
                 item.samples, item.num_logits = False, 0
                 sequence.num_output_placeholders -= 1
 
+    def set_drafts(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Have the next step verify guesses at the tokens that follow the sequence's own.
+
+        Ignored unless the next step brings a new token; cut to what the sequence has room and its grammar a place for.
+        """
+        if sequence.status is not SequenceStatus.RUNNING or not sequence.is_caught_up:
+            return
+        room = sequence.max_total_tokens - len(sequence.token_ids) - 1
+        drafts = token_ids[: max(0, min(room, self.draft_stats.max_drafts))]
+        if drafts and sequence.grammar is not None:
+            drafts = sequence.grammar.validate_tokens(drafts)
+        sequence.draft_token_ids = drafts
+
     def discard(self, plan: Plan) -> None:
         """Forget a plan not yet run, all of whose sequences have ended."""
         for item in plan.scheduled:
@@ -278,9 +302,10 @@ class Scheduler:
                 self.finish(sequence, FinishReason.STOP)
                 updates.append(SequenceUpdate(sequence, []))
             elif item.samples:
-                if item.num_drafts:
-                    self._settle_drafts(item, len(token_ids))
-                updates.append(self._append_or_fail(sequence, token_ids, samples.logprobs[index]))
+                num_accepted = self._settle_drafts(item, token_ids) if item.num_drafts else 0
+                update = self._append_or_fail(sequence, token_ids, samples.logprobs[index])
+                update.num_drafts, update.num_accepted = item.num_drafts, num_accepted
+                updates.append(update)
         return updates
 
     def settle_transfers(self, report: TransferReport) -> list[SequenceUpdate]:
@@ -341,11 +366,14 @@ class Scheduler:
         index = 0
         while index < len(self.running) and work.budget > 0:
             sequence = self.running[index]
-            want = self._num_wanted(sequence, work.budget)
+            want = self._num_wanted(sequence, work.budget, len(self.running) - 1 - index)
             if want <= 0:
                 index += 1
                 continue
-            while not self.cache.allocate(sequence, want):
+            while not self._allocate_next(sequence, want):
+                if num_drafts := self._num_drafts_in(sequence, want):
+                    want -= num_drafts  # a guess is not worth anybody's blocks
+                    continue
                 victim = self._policy.victim(self.running)
                 position = self.running.index(victim)
                 self._preempt(victim, work)
@@ -356,7 +384,19 @@ class Scheduler:
             self._record(sequence, sequence.num_computed_tokens, want, work)
             index += 1
 
-    def _num_wanted(self, sequence: Sequence, budget: int) -> int:
+    def _allocate_next(self, sequence: Sequence, want: int) -> bool:
+        """Slots for the next tokens, and for the drafter's if there is room."""
+        if self._num_lookahead and self.cache.allocate(sequence, want, num_lookahead=self._num_lookahead):
+            return True
+        return self.cache.allocate(sequence, want)
+
+    @staticmethod
+    def _num_drafts_in(sequence: Sequence, want: int) -> int:
+        known = len(sequence.token_ids) + sequence.num_output_placeholders
+        return max(0, sequence.num_computed_tokens + want - known)
+
+    def _num_wanted(self, sequence: Sequence, budget: int, num_behind: int) -> int:
+        """Tokens to give a running sequence that `num_behind` others still come after."""
         limits = self.limits
         placeholders = sequence.num_output_placeholders
         if placeholders and len(sequence.token_ids) + placeholders >= sequence.max_total_tokens:
@@ -366,7 +406,11 @@ class Scheduler:
         if want > 1 or sequence.media:
             if limits.long_prefill_token_threshold > 0:
                 want = min(want, limits.long_prefill_token_threshold)
-            return self._cut(sequence, computed, min(want, budget, limits.max_model_len - 1 - computed))
+            want = min(want, budget, limits.max_model_len - 1 - computed)
+            num_drafts = self._num_drafts_in(sequence, want)
+            if num_drafts:  # they leave everyone behind a token of the budget
+                want -= min(num_drafts, max(0, want + num_behind - budget))
+            return self._cut(sequence, computed, want)
         return min(want, limits.max_model_len - 1 - computed)
 
     def _cut(self, sequence: Sequence, computed: int, want: int) -> int:
@@ -549,6 +593,7 @@ class Scheduler:
         known = len(sequence.token_ids) + sequence.num_output_placeholders
         samples = end >= known
         num_drafts = max(0, end - known)
+        del sequence.draft_token_ids[num_drafts:]
         num_logits = 1 + num_drafts if samples else 0
         if sequence.wants_all_rows:
             num_logits = want
@@ -583,12 +628,20 @@ class Scheduler:
         if sequence.num_in_flight == 0 and not (self._transfer is not None and self._transfer.holds(sequence)):
             self.cache.free(sequence)
 
-    @staticmethod
-    def _settle_drafts(item: ScheduledSequence, num_accepted: int) -> None:
+    def _settle_drafts(self, item: ScheduledSequence, token_ids: list[int]) -> int:
+        """How many drafts stood. What was computed for the others counts no more."""
         sequence = item.sequence
-        sequence.draft_token_ids.clear()
-        if sequence.status is SequenceStatus.RUNNING:
-            sequence.num_computed_tokens -= item.num_drafts + 1 - num_accepted
+        drafts, sequence.draft_token_ids = sequence.draft_token_ids, []
+        if sequence.status is not SequenceStatus.RUNNING:
+            return 0
+        accepted = sum(1 for draft, token_id in zip(drafts, token_ids, strict=False) if draft == token_id)
+        self.draft_stats.book(item.num_drafts, accepted)
+        sequence.num_verifications += 1
+        sequence.num_draft_tokens += item.num_drafts
+        sequence.num_accepted_tokens += accepted
+        sequence.num_computed_tokens -= item.num_drafts + 1 - len(token_ids)
+        self.cache.move_state(sequence, len(token_ids))
+        return accepted
 
     def _append_or_fail(
         self, sequence: Sequence, token_ids: list[int], logprobs: list[PositionLogprobs] | None

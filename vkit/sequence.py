@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol, TypeAlias, overload
@@ -142,6 +143,14 @@ class Sequence:
     kv_transfer_reply: dict[str, Any] | None = None
     """What the cache connector says to the client."""
     draft_token_ids: list[int] = field(default_factory=list)
+    """Guesses at the tokens that follow, to be verified by the next step; they are no part of token_ids."""
+    num_verifications: int = 0
+    """Steps that verified drafts."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Drafts verified so far, and those of them that turned out right."""
+    state_row: int = 0
+    """Which entry of a STATE group's table holds the current state: each token of a verification leaves its own."""
     block_ids: list[list[int]] = field(default_factory=list)
     """One block table per cache group; 0 stands for a block that is no longer needed."""
     num_released_blocks: list[int] = field(default_factory=list)
@@ -187,9 +196,29 @@ class Sequence:
         return self.num_computed_tokens < self.num_prompt_tokens
 
     @property
+    def is_caught_up(self) -> bool:
+        """Whether all known tokens but the last are computed, so that the next step brings a new one."""
+        return self.num_computed_tokens == len(self.token_ids) - 1
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt positions remain whose log-probabilities were asked for."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+
+@contextmanager
+def with_drafts(sequence: Sequence, num_drafts: int) -> Iterator[None]:
+    """While inside, the sequence's first drafts count as output, as they will if they are accepted."""
+    if not num_drafts:
+        yield
+        return
+    token_ids = sequence.token_ids
+    num_known = len(token_ids)
+    token_ids.extend(sequence.draft_token_ids[:num_drafts])
+    try:
+        yield
+    finally:
+        del token_ids[num_known:]
 
 
 class OutputTokens(SequenceABC[int]):
@@ -306,3 +335,6 @@ class SequenceUpdate:
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[PositionLogprobs] | None = None
+    num_drafts: int = 0
+    """Drafts that the step verified."""
+    num_accepted: int = 0

@@ -339,6 +339,36 @@ PositionLogprobs = list[Logprob]
 """The chosen token first, then the most likely ones in falling order."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """How speculation fared."""
+
+    num_verifications: int = 0
+    """Steps that verified drafts of a sequence."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.num_verifications + other.num_verifications,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+        )
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the drafts that turned out right; None without any."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens that a verification brought on average, the one it samples included; None without any."""
+        return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else None
+
+
+NO_DRAFTS = DraftCounts()
+
+
 @dataclass(slots=True)
 class RequestMetrics:
     """Times of one request on the monotonic clock, in seconds; None until the event happened."""
@@ -349,6 +379,8 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    drafts: DraftCounts = NO_DRAFTS
+    """Of the sequences that have ended."""
 
 
 @dataclass(slots=True)

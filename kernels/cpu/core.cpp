@@ -98,6 +98,7 @@ struct Pool {
     pthread_t threads[MAX_THREADS];
     Gate start, barrier, done;
     alignas(64) std::atomic<int> arrived{0};
+    int resume = 0;  // the op at which threads go on after they met
     alignas(64) std::atomic<int> left{0};
     bool stopping = false;
 
@@ -115,17 +116,6 @@ struct Pool {
 
 Pool* pool = new Pool;
 pthread_mutex_t running = PTHREAD_MUTEX_INITIALIZER;
-
-void meet(Pool* p, Ahead* ahead) {
-    if (p->num_running == 1) return;
-    const uint32_t seen = p->barrier.phase.load(std::memory_order_relaxed);
-    if (p->arrived.fetch_add(1) + 1 == p->num_running) {
-        p->arrived.store(0);
-        p->barrier.open();
-    } else {
-        p->barrier.wait_past(seen, ahead);
-    }
-}
 
 // Points `ahead` at thread tid's share of the first product from op `from` on, if that is near and reads its weight once.
 // Every thread reads as fast alone as all together (nearly: one reads 28 GB/s, two 31), so what is read while another
@@ -154,29 +144,48 @@ void look_ahead(Pool* p, int from, int tid, Ahead* ahead) {
     }
 }
 
-// Every thread walks the whole list; threads meet where an op that was shared out, or is about to be, begins.
+bool is_shared_out(const Pool* p, int i) {
+    return p->num_running > 1 && p->level->is_parallel(p->ops + i, vk_rows(p->ops + i, p->step));
+}
+
+void run_op(Pool* p, int i, int tid, int nth) {
+    VkCtx ctx;
+    ctx.tid = nth > 1 ? tid : 0;
+    ctx.nth = nth;
+    ctx.counters = p->counters + (size_t)i * p->num_running * VK_COUNTER_STRIDE;
+    ctx.scratch = p->scratch[tid];
+    ctx.shared = p->shared;
+    p->level->kernel[p->ops[i].opcode](p->ops + i, p->step, &ctx);
+}
+
+// All threads meet before op i; the last to come does what is one thread's work from there on. Where they go on.
+int meet(Pool* p, int i, int tid, Ahead* ahead) {
+    const uint32_t seen = p->barrier.phase.load(std::memory_order_relaxed);
+    if (p->arrived.fetch_add(1) + 1 < p->num_running) {
+        look_ahead(p, i, tid, ahead);
+        p->barrier.wait_past(seen, ahead);
+        return p->resume;
+    }
+    while (i < p->num_ops && !is_shared_out(p, i)) run_op(p, i++, tid, 1);
+    p->resume = i;
+    p->arrived.store(0);
+    p->barrier.open();
+    return i;
+}
+
+// Every thread walks the whole list. They meet where something begins that needs what they did since they last met.
 void walk(Pool* p, int tid) {
-    const int nth = p->num_running;
     Ahead ahead;
-    bool is_open = false;  // whether a shared-out op has begun since threads last met
+    bool is_open = false;  // whether an op that was shared out has begun since threads last met
     for (int i = 0; i < p->num_ops; ++i) {
-        const VkOp* op = p->ops + i;
-        const int64_t rows = vk_rows(op, p->step);
-        const bool is_parallel = nth > 1 && p->level->is_parallel(op, rows);
-        if (i && (is_open || is_parallel) && !(op->flags & VK_FLAG_INDEPENDENT)) {
-            look_ahead(p, i, tid, &ahead);
-            meet(p, &ahead);
-            is_open = false;
+        bool is_parallel = is_shared_out(p, i);
+        if (i && (is_open || is_parallel) && !(p->ops[i].flags & VK_FLAG_INDEPENDENT)) {
+            i = meet(p, i, tid, &ahead);
+            if (i == p->num_ops) return;
+            is_parallel = true;
         }
         is_open = is_open || is_parallel;
-        if (!is_parallel && tid) continue;
-        VkCtx ctx;
-        ctx.tid = is_parallel ? tid : 0;
-        ctx.nth = is_parallel ? nth : 1;
-        ctx.counters = p->counters + (size_t)i * nth * VK_COUNTER_STRIDE;
-        ctx.scratch = p->scratch[tid];
-        ctx.shared = p->shared;
-        p->level->kernel[op->opcode](op, p->step, &ctx);
+        if (is_parallel || !tid) run_op(p, i, tid, is_parallel ? p->num_running : 1);
     }
 }
 
@@ -300,6 +309,9 @@ Chunk* add_chunk(size_t size) {
 
 void* store(size_t bytes) {
     bytes = bytes ? (bytes + 63) / 64 * 64 : 64;
+#if defined(__SANITIZE_ADDRESS__)
+    return aligned_alloc(64, bytes);  // so that reading past one weight into the next is seen
+#endif
     Chunk* c = chunks;
     while (c && c->size - c->used < bytes) c = c->next;
     if (!c) c = add_chunk(bytes > CHUNK ? bytes : CHUNK);
@@ -311,6 +323,9 @@ void* store(size_t bytes) {
 }
 
 void unstore(uint8_t* p) {
+#if defined(__SANITIZE_ADDRESS__)
+    return free(p);
+#endif
     for (Chunk** at = &chunks; *at; at = &(*at)->next) {
         Chunk* c = *at;
         if (p < c->base || p >= c->base + c->size) continue;
@@ -320,6 +335,21 @@ void unstore(uint8_t* p) {
         free(c);
         return;
     }
+}
+
+// Whether a page is surely not anonymous memory, which MADV_DONTNEED would clear: the system takes MADV_WIPEONFORK for
+// that alone. A system that does not know it (before Linux 4.14) takes it for nothing.
+bool is_of_a_file(void* page) {
+    static const bool can_tell = [] {
+        void* own = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        const bool is_taken = own != MAP_FAILED && !madvise(own, 4096, MADV_WIPEONFORK);
+        if (own != MAP_FAILED) munmap(own, 4096);
+        return is_taken;
+    }();
+    if (!can_tell) return false;
+    if (madvise(page, 4096, MADV_WIPEONFORK)) return errno == EINVAL;
+    madvise(page, 4096, MADV_KEEPONFORK);
+    return false;
 }
 
 // -------------------------------------------------------------------------------------------- levels
@@ -441,8 +471,9 @@ VK_EXPORT void vk_free(void* p) {
     pthread_mutex_unlock(&storing);
 }
 
-// Lets go of the pages of a file mapping whose values are no longer needed here; they can be read again.
+// Lets this process go of pages of a file that it has read; they stay in the system's cache, and come back when touched.
+// Memory that is no file's is left alone. (Files are mapped for reading only, so no page here holds what the file does not.)
 VK_EXPORT void vk_release_mapping(const void* p, int64_t bytes) {
     const uintptr_t page = 4096, begin = ((uintptr_t)p + page - 1) / page * page, end = ((uintptr_t)p + bytes) / page * page;
-    if (end > begin) madvise((void*)begin, end - begin, MADV_PAGEOUT);
+    if (end > begin && is_of_a_file((void*)begin)) madvise((void*)begin, end - begin, MADV_DONTNEED);
 }

@@ -164,7 +164,7 @@ class Library:
         self._c.vk_free(address)
 
     def release_mapping(self, address: int, num_bytes: int) -> None:
-        """Tell the system that these pages of a mapped file need not stay in memory."""
+        """Give pages of a file mapped for reading back; the system's cache keeps them. Other memory stays as it is."""
         self._c.vk_release_mapping(address, num_bytes)
 
 

@@ -127,6 +127,9 @@ def _sequences(batch: StateBatch) -> tuple[int, int, int]:
 
 
 def _fits(batch: StateBatch) -> bool:
+    """Whether the ops read and write the batch's states; a state after each token is plain torch's to keep."""
+    if batch.targets is not None:
+        return False
     tensors = (batch.cu_seqlens, torch.int32), (batch.blocks, torch.int64), (batch.is_fresh, torch.bool)
     return all(x.is_contiguous() and x.dtype is dtype for x, dtype in tensors)
 

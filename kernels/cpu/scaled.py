@@ -59,7 +59,6 @@ class ScaledWeights:
             library.run_now(
                 make_op("PACK", stop - start, (rows.data_ptr(), target + start // 16 * group_bytes), numbers)
             )
-        # A mapped file's pages are clean and can be dropped; other memory ignores the hint unless it can swap.
         library.release_mapping(matrix.codes.data_ptr(), matrix.codes.nbytes)
         factor = 1.0 if matrix.factor is None else float(matrix.factor)
         return PackedWeight(target, qtype, format_id, num_rows, columns, factor)

@@ -89,7 +89,6 @@ class WeightCache:
             source, count = data.data_ptr() + row * stride, min(step, num_rows - row)
             target = address + row // 16 * group_bytes
             library.run_now(make_op("PACK", count, (source, target), (format_id, count, num_columns, stride)))
-            # A mapped file's pages are clean and can be dropped; other memory ignores the hint unless it can swap.
             library.release_mapping(source, count * stride)
         return PackedWeight(address, qtype, format_id, num_rows, num_columns)
 

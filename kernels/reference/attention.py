@@ -45,8 +45,8 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], s
     for length, group in itertools.groupby(lengths):
         count = sum(1 for _ in group)
         stop = start + count * length
-        parts = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
-        attended = functional.scaled_dot_product_attention(*parts, scale=scale)
+        queries, keys, values = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+        attended = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
         out.append(attended.transpose(1, 2).flatten(0, 1))
         start = stop
     return torch.cat(out) if out else q

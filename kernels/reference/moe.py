@@ -71,7 +71,10 @@ def run_experts(
             slots = order[start : start + count]
             outputs[slots] = _run_expert(x[slots // top_k], expert, gate_up, down, activation)
             start += count
-    summed = (outputs.view(num_tokens, top_k, down.num_rows).float() * weights.unsqueeze(-1)).sum(1)
+    by_slot = outputs.view(num_tokens, top_k, down.num_rows)
+    summed = x.new_zeros((num_tokens, down.num_rows), dtype=torch.float32)
+    for slot in range(top_k):  # one after the other: the order of a sum over a dimension is torch's own affair
+        summed += by_slot[:, slot].float() * weights[:, slot : slot + 1]
     return summed.to(x.dtype)
 
 

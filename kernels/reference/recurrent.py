@@ -23,12 +23,14 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor,
     out = torch.empty_like(x)
     past = _states(state, batch, torch.float32)
     kernel, offset = weight.float(), None if bias is None else bias.float()
-    for sequences, tokens in _runs(batch, x.device):
+    for sequences, tokens, rows in _runs(batch, x.device):
         inputs = x[tokens].float().transpose(-1, -2)  # (b, C, n)
         window = torch.cat([past[sequences], inputs], dim=-1)
         mixed = functional.conv1d(window, kernel.unsqueeze(1), offset, groups=len(kernel))
         out[tokens] = functional.silu(mixed).transpose(-1, -2).to(x.dtype)
-        state[batch.blocks[sequences]] = window[..., inputs.shape[-1] :].to(state.dtype)
+        state[rows] = kept = window[..., inputs.shape[-1] :].to(state.dtype)
+        if batch.verified:
+            past[sequences] = kept.float()
     return out
 
 
@@ -57,7 +59,7 @@ def gated_delta_net(
     out = torch.empty_like(v)
     current = _states(state, batch, torch.float32)
     size = _CHUNK if decay.shape[-1] == 1 else _CHANNEL_CHUNK
-    for sequences, tokens in _runs(batch, v.device):
+    for sequences, tokens, rows in _runs(batch, v.device):
         matrix = current[sequences]
         pieces = []
         for part in tokens.split(size, dim=1):
@@ -65,7 +67,9 @@ def gated_delta_net(
             piece, matrix = _delta_step(inputs, matrix) if part.shape[1] == 1 else _delta_chunk(inputs, matrix)
             pieces.append(piece)
         out[tokens] = torch.cat(pieces, dim=2).transpose(1, 2).to(v.dtype)
-        state[batch.blocks[sequences]] = matrix.to(state.dtype)
+        state[rows] = kept = matrix.to(state.dtype)
+        if batch.verified:
+            current[sequences] = kept.float()
     return out
 
 
@@ -80,7 +84,7 @@ def mamba2_scan(
     inputs = x.float() * step.unsqueeze(-1)
     out = torch.empty_like(x)
     current = _states(state, batch, torch.float32)
-    for sequences, tokens in _runs(batch, x.device):
+    for sequences, tokens, rows in _runs(batch, x.device):
         matrix = current[sequences]
         pieces = []
         for part in tokens.split(_CHUNK, dim=1):
@@ -90,7 +94,9 @@ def mamba2_scan(
             matrix = _advanced(matrix, keys, values, total)
         scanned = torch.cat(pieces, dim=2).transpose(1, 2)
         out[tokens] = (scanned + constants.skip.unsqueeze(-1) * x[tokens].float()).to(x.dtype)
-        state[batch.blocks[sequences]] = matrix.to(state.dtype)
+        state[rows] = kept = matrix.to(state.dtype)
+        if batch.verified:
+            current[sequences] = kept.float()
     return out
 
 
@@ -100,16 +106,34 @@ def _states(state: Tensor, batch: StateBatch, dtype: torch.dtype) -> Tensor:
     return state[batch.blocks].to(dtype).masked_fill(is_fresh, 0.0)
 
 
-def _runs(batch: StateBatch, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """(sequences (b,), their tokens (b, n)): those with one token together, each of the others alone."""
+def _runs(batch: StateBatch, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(sequences (b,), their tokens (b, n), rows for the states after those (b,)), in an order that keeps time.
+
+    Sequences with one token go together, and so do the tokens of equal place of those under verification; each of the
+    others alone.
+    """
     bounds = list(pairwise(batch.host_cu_seqlens))
+    verified = set(batch.verified)
     ones = [b for b, (start, stop) in enumerate(bounds) if stop - start == 1]
     if ones:
-        first = torch.tensor([bounds[b][0] for b in ones], device=device)
-        yield torch.tensor(ones, device=device), first.unsqueeze(1)
+        yield _run(batch, ones, [bounds[b][0] for b in ones], device)
     for b, (start, stop) in enumerate(bounds):
-        if stop - start > 1:
-            yield torch.tensor([b], device=device), torch.arange(start, stop, device=device).unsqueeze(0)
+        if stop - start > 1 and b not in verified:
+            tokens = torch.arange(start, stop, device=device).unsqueeze(0)
+            sequences = torch.tensor([b], device=device)
+            yield sequences, tokens, batch.blocks[sequences]
+    longer = [b for b in batch.verified if bounds[b][1] - bounds[b][0] > 1]
+    for place in range(max((bounds[b][1] - bounds[b][0] for b in longer), default=0)):
+        left = [b for b in longer if bounds[b][0] + place < bounds[b][1]]
+        yield _run(batch, left, [bounds[b][0] + place for b in left], device)
+
+
+def _run(
+    batch: StateBatch, sequences: list[int], tokens: list[int], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token of each of the sequences."""
+    own, places = torch.tensor(sequences, device=device), torch.tensor(tokens, device=device)
+    return own, places.unsqueeze(1), batch.blocks[own] if batch.targets is None else batch.targets[places]
 
 
 def _by_head(x: Tensor) -> Tensor:

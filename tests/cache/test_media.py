@@ -70,10 +70,10 @@ class MediaRunner(FakeRunner):
         batch = super().prepare(plan)
         rows, needed = [], set()
         for index, share in enumerate(plan.scheduled):
-            tokens, start, tables, num_logits = batch.rows[index]
+            tokens, start, *rest = batch.rows[index]
             values = seen(share.sequence.token_ids, share.sequence.media)
             own = values[start : start + len(tokens)]
-            rows.append((own, start, tables, num_logits))
+            rows.append((own, start, *rest))
             for entry in share.sequence.media:
                 if entry.start < start + len(tokens) and entry.stop > start:
                     needed.add(entry.item.digest)

@@ -63,6 +63,34 @@ def test_an_engine_in_this_process_gives_the_ids_of_the_library(
     assert summary["ttft_ms"]["median"] < summary["e2e_ms"]["median"]
 
 
+def test_drafts_change_no_id_and_are_reported(
+    vkit_run: Any, checkpoint: Path, prompt_file: Path, expected_ids: list[list[int]], tmp_path: Path
+) -> None:
+    ids = tmp_path / "ids.json"
+    drafting = json.dumps({"model": str(checkpoint), "num_speculative_tokens": 3})
+    options = ("--dataset-path", str(prompt_file), "--json", "-", "--output-token-ids", str(ids))
+    run = vkit_run("bench", "--model", str(checkpoint), "--speculative-config", drafting, *options)
+    assert run.status == 0, run.stderr
+    assert json.loads(ids.read_text()) == expected_ids
+    summary = json.loads(run.stdout)["runs"][0]["summary"]
+    assert summary["draft_acceptance_rate"] > 0.9
+    assert 2 < summary["mean_acceptance_length"] <= 4
+    shown = vkit_run("bench", "--model", str(checkpoint), "--speculative-config", drafting, *options[:2]).stdout
+    assert "acceptance length, mean" in shown
+    plain = vkit_run("bench", "--model", str(checkpoint), *options)
+    assert json.loads(plain.stdout)["runs"][0]["summary"]["mean_acceptance_length"] is None
+
+
+def test_a_mistyped_key_ends_before_the_model_is_looked_at(vkit_run: Any, tmp_path: Path) -> None:
+    for command in (("bench",), ("complete", "--prompt", "x"), ("chat",), ("serve",)):
+        config = '{"method": "ngram", "num_speculative_token": 3}'
+        run = vkit_run(*command, "--model", str(tmp_path), "--speculative-config", config)
+        assert run.status == 2, (command, run.stderr)
+        assert "--speculative-config: unknown key 'num_speculative_token'" in run.stderr
+        assert "did you mean 'num_speculative_tokens'" in run.stderr
+        assert "Traceback" not in run.stderr
+
+
 def test_a_pool_smaller_than_the_load_is_said_and_changes_no_id(
     vkit_run: Any, checkpoint: Path, prompt_file: Path, expected_ids: list[list[int]], tmp_path: Path
 ) -> None:

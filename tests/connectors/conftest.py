@@ -57,7 +57,9 @@ def open_tiny() -> Iterator[Callable[..., Tiny]]:
     def make(connector: str | None = None, role: str = "kv_both", policy: str = "fail", **more: Any) -> Tiny:
         model = more.pop("model", "llama")
         keywords: dict[str, Any] = {**TINY, "tokenizer": str(MODELS / "byte_tokenizer")}
-        keywords.update({key: more.pop(key) for key in list(more) if key in TINY or key == "kv_cache_dtype"})
+        keywords.update(
+            {key: more.pop(key) for key in list(more) if key in {*TINY, "kv_cache_dtype", "speculative_config"}}
+        )
         if connector is not None:
             keywords["kv_transfer_config"] = {
                 "kv_connector": connector,

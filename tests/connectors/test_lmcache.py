@@ -6,6 +6,7 @@ import hashlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,13 @@ class Peer:
         self.port = self._socket.getsockname()[1]
         self._clients: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def holds(self, count: int) -> bool:
+        """Whether that many chunks have come; PUT has no answer, so the last one may still be on its way."""
+        deadline = time.monotonic() + 10
+        while len(self.chunks) < count and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return len(self.chunks) == count
 
     def stop(self) -> None:
         """Go away in the middle of whatever is under way."""
@@ -173,7 +181,7 @@ def test_engines_share_through_a_peer(open_tiny: Callable[..., Any], peer: Peer,
     first = open_tiny("LMCacheConnector", kv_cache_dtype=dtype, **settings)
     assert first.tokens() == plain
     first.settle()
-    assert len(peer.chunks) == 2
+    assert peer.holds(2)
     name, (form, number, sizes, data) = next(iter(peer.chunks.items()))
     parts = name.split("@")
     assert parts[1:3] == ["1", "0"]
@@ -206,7 +214,7 @@ def test_a_chunk_reported_and_then_missing(
     model = open_tiny("LMCacheConnector", policy=policy, port=peer.port, hash_algo="vllm", chunk_tokens=16)
     model.tokens()
     model.settle()
-    assert len(peer.chunks) == 4
+    assert peer.holds(4)
     if fault == "short":
         peer.chunks = {name: (*rest, data[:-4]) for name, (*rest, data) in peer.chunks.items()}  # type: ignore[misc]
     else:
@@ -240,6 +248,7 @@ def test_settings_from_the_environment(
     model = open_tiny("LMCacheConnector", chunk_tokens=64)
     model.tokens()
     model.settle()
+    assert peer.holds(1)
     assert [key.split("@")[0] for key in peer.chunks] == ["llama"]
     monkeypatch.setenv("VKIT_LMCACHE_PORT", "many")
     with pytest.raises(UsageError, match=r"VKIT_LMCACHE_PORT: expected a port, 1\.\.65535, got 'many'"):

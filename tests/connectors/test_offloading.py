@@ -320,3 +320,13 @@ def test_settings_that_cannot_be(
 def test_recurrent_models_are_refused(open_tiny: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="recurrent states are not moved"):
         open_tiny("FileConnector", model="kimi_linear", root_dir=str(tmp_path))
+
+
+def test_drafts_beside_a_connector(open_tiny: Callable[..., Any], tmp_path: Path, plain_tokens: list[int]) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    first = open_tiny("FileConnector", root_dir=str(tmp_path), speculative_config=drafts)
+    assert first.tokens() == plain_tokens
+    first.settle()
+    second = open_tiny("FileConnector", root_dir=str(tmp_path), speculative_config=drafts)
+    output = second.answer()
+    assert (output.outputs[0].token_ids, output.num_cached_tokens) == (plain_tokens, 64)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes import check_pool, make_engine, make_request, naive_loop, run
+from tests.fakes import GuessingProposer, check_pool, make_engine, make_request, naive_loop, run
 from vkit.cache.groups import CacheGroup, CacheKind
+from vkit.sequence import Sequence
 from vkit.types import OutputKind, SamplingParams
 
 VOCAB = 24
@@ -91,15 +92,58 @@ def machines(draw: Any) -> dict[str, Any]:
     }
 
 
-def check_scenario(work: list[Job], machine: dict[str, Any]) -> None:
-    """Run the jobs and compare each with the naive loop; the pool is checked after every step."""
+@dataclass(frozen=True)
+class Drafting:
+    """How tokens are guessed: `max_drafts` at a time, of `kinds` that take turns."""
+
+    max_drafts: int
+    kinds: tuple[str, ...]
+
+
+@st.composite
+def draftings(draw: Any) -> Drafting:
+    kinds = st.sampled_from(["good", "bad", "spoilt", "end", "none", "short", "repeated"])
+    return Drafting(draw(st.integers(1, 8)), tuple(draw(st.lists(kinds, min_size=1, max_size=4))))
+
+
+def guesser(drafting: Drafting, expected: dict[str, list[int]]) -> GuessingProposer:
+    """Drafts made of the right continuation, which they follow, spoil, cut or ignore."""
+
+    def guess(sequence: Sequence) -> list[int]:
+        known = len(sequence.token_ids)
+        right = expected[sequence.id.partition("#")[0]][sequence.num_output_tokens :]
+        right = (right + [3] * drafting.max_drafts)[: drafting.max_drafts]
+        place = known % len(right)
+        return {
+            "good": right,
+            "bad": [2 + (token_id - 1) % (VOCAB - 2) for token_id in right],
+            "spoilt": [*right[:place], 2 + (right[place] - 1) % (VOCAB - 2), *right[place + 1 :]],
+            "end": [*right[:place], EOS, *right[place:]][: drafting.max_drafts],
+            "none": [],
+            "short": right[:place],
+            "repeated": [sequence.token_ids[-1]] * drafting.max_drafts,
+        }[drafting.kinds[known % len(drafting.kinds)]]
+
+    return GuessingProposer(guess, drafting.max_drafts)
+
+
+def check_scenario(work: list[Job], machine: dict[str, Any], drafting: Drafting | None = None) -> int:
+    """Run the jobs and compare each with the naive loop; the pool is checked after every step. Drafts that stood."""
     machine = dict(machine)
     groups = GROUPS[machine.pop("groups")]
     spare = machine.pop("spare_blocks")
     block_size = machine["block_size"]
     longest = max(min(MAX_LEN, len(job.prompt) + job.params.max_tokens) for job in work)
-    blocks_each = -(-longest // block_size) + 2
-    engine = make_engine(groups=groups, num_blocks=1 + blocks_each * len(groups) + spare, vocab_size=VOCAB, **machine)
+    blocks_each = -(-longest // block_size) + 2 + (drafting.max_drafts if drafting else 0)
+    expected: dict[str, tuple[list[int], str]] = {}
+    proposer = guesser(drafting, known := {}) if drafting else None
+    engine = make_engine(
+        groups=groups,
+        num_blocks=1 + blocks_each * len(groups) + spare,
+        vocab_size=VOCAB,
+        proposer=proposer,
+        **machine,
+    )
     requests = {}
     for index, job in enumerate(work):
         requests[f"{index}"] = make_request(
@@ -111,6 +155,11 @@ def check_scenario(work: list[Job], machine: dict[str, Any]) -> None:
             priority=job.priority,
             cache_salt=job.salt,
         )
+        expected[f"{index}"] = naive_loop(
+            groups, VOCAB, requests[f"{index}"], seed=job.params.seed or 0, max_model_len=MAX_LEN
+        )
+    if drafting:
+        known.update({name: output for name, (output, _) in expected.items()})
     tokens: dict[str, list[int]] = {name: [] for name in requests}
     reasons: dict[str, str] = {}
     for step in range(3000):
@@ -133,21 +182,27 @@ def check_scenario(work: list[Job], machine: dict[str, Any]) -> None:
     assert len(reasons) == len(work), "every request ends"
     for index, job in enumerate(work):
         name = f"{index}"
-        expected, reason = naive_loop(groups, VOCAB, requests[name], seed=job.params.seed or 0, max_model_len=MAX_LEN)
         if reasons[name] == "abort":
             assert job.aborted is not None
-            assert tokens[name] == expected[: len(tokens[name])]
+            assert tokens[name] == expected[name][0][: len(tokens[name])]
         else:
-            assert (tokens[name], reasons[name]) == (expected, reason)
+            assert (tokens[name], reasons[name]) == expected[name]
     assert engine.pool.num_free == engine.pool.num_usable, "a block leaked"
     assert engine.reset_prefix_cache()
     engine.close()
+    return engine.scheduler.draft_stats.num_accepted_tokens
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(work=st.lists(jobs(), min_size=1, max_size=6), machine=machines())
 def test_tokens_equal_a_naive_loop(work: list[Job], machine: dict[str, Any]) -> None:
     check_scenario(work, machine)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(work=st.lists(jobs(), min_size=1, max_size=6), machine=machines(), drafting=draftings())
+def test_drafts_change_no_token(work: list[Job], machine: dict[str, Any], drafting: Drafting) -> None:
+    check_scenario(work, machine, drafting)
 
 
 @pytest.mark.soak

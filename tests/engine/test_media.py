@@ -104,6 +104,18 @@ def test_tokens_do_not_depend_on_scheduling(alone: tuple[str, list[list[int]]], 
         assert engine.pool.num_free == engine.pool.num_usable
 
 
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_drafts_change_nothing(alone: tuple[str, list[list[int]]], method: str) -> None:
+    folder, expected = alone
+    if method == "mtp" and "qwen3_5" not in folder:
+        pytest.skip("this model has no head for it")
+    drafts = {"method": method, "num_speculative_tokens": 2}
+    drafts |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2} if method == "ngram" else {}
+    with open_llm(folder, speculative_config=drafts, enable_prefix_caching=False, max_num_seqs=5) as llm:
+        assert tokens(llm) == expected
+        assert value(llm, "vllm:spec_decode_num_draft_tokens") > 0
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_preemption_changes_nothing(alone: tuple[str, list[list[int]]], async_scheduling: bool) -> None:
     folder, expected = alone
@@ -253,6 +265,17 @@ def test_an_item_longer_than_a_whole_step(model_folder: Callable[[str], str]) ->
         with pytest.raises(InvalidRequest, match=r"its 16 tokens side by side .* at most 8"):
             llm.generate({"prompt": IMAGE, "multi_modal_data": {"image": image(32, 32)}}, GREEDY)
         assert tokens(llm, [{"prompt": IMAGE, "multi_modal_data": {"image": image(16, 16)}}])
+
+
+def test_prompts_that_may_not_be_cut(alone: tuple[str, list[list[int]]]) -> None:
+    folder, expected = alone
+    settings: dict[str, Any] = {"enable_chunked_prefill": False, "max_num_batched_tokens": 120, "max_num_seqs": 4}
+    with open_llm(folder, **settings) as llm:
+        assert tokens(llm) == expected
+    with open_llm(folder, **settings, max_num_encoder_input_tokens=4) as llm:
+        assert tokens(llm, PROMPTS[:2]) == expected[:2], "one item has the step to itself"
+        with pytest.raises(InvalidRequest, match=r"tokens of media in a prompt .* encodes at most 4"):
+            llm.generate(PROMPTS[2], GREEDY)
 
 
 @pytest.mark.parametrize(

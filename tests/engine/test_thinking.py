@@ -13,6 +13,7 @@ from tests.fakes import (
     EOS_ID,
     FULL,
     FakeRunner,
+    GuessingProposer,
     ScriptedRunner,
     byte_tokenizer,
     check_pool,
@@ -44,11 +45,19 @@ def ids(text: str, tokenizer: Any = WHOLE) -> list[int]:
 
 
 def answer(
-    script: str | list[int], budget: int, marks: ReasoningMarks, tokenizer: Any = WHOLE, **values: Any
+    script: str | list[int],
+    budget: int,
+    marks: ReasoningMarks,
+    tokenizer: Any = WHOLE,
+    drafts: list[int] | None = None,
+    **values: Any,
 ) -> CompletionOutput:
     """What a model that wants to say `script` gets to say."""
     script = ids(script, tokenizer) if isinstance(script, str) else script
-    engine = make_engine(ScriptedRunner(script, tokenizer.vocab_size), tokenizer=tokenizer)
+    proposer = None
+    if drafts:
+        proposer = GuessingProposer(lambda sequence: drafts[sequence.num_output_tokens :], max_drafts=4)
+    engine = make_engine(ScriptedRunner(script, tokenizer.vocab_size), tokenizer=tokenizer, proposer=proposer)
     params = SamplingParams(
         **{
             "temperature": 0.0,
@@ -95,6 +104,8 @@ def test_the_end_is_forced_when_the_budget_is_used_up(
         head = "<th</think>"  # three tokens are used up before the mark is known to be one
     assert got.text.startswith(head), got.text
     assert got.finish_reason is FinishReason.LENGTH
+    for drafts in (got.token_ids, ids(script, tokenizer)):  # right ones; those that ignore the budget
+        assert answer(script, budget, marks, tokenizer, drafts).token_ids == got.token_ids
 
 
 def test_a_mark_the_model_has_begun_is_completed() -> None:

@@ -73,13 +73,13 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum())
 
 
-def continue_greedily(model: llama_cpp.Llama, ids: list[int]) -> dict[str, Any]:
-    """The most likely token NUM_NEW_TOKENS times, end tokens included, with the best candidates of each step."""
+def continue_greedily(model: llama_cpp.Llama, ids: list[int], num_new_tokens: int = NUM_NEW_TOKENS) -> dict[str, Any]:
+    """The most likely token again and again, end tokens included, with the best candidates of each step."""
     model.reset()
     model.eval(ids)
     chosen: list[int] = []
     candidates: list[list[list[float]]] = []
-    for _ in range(NUM_NEW_TOKENS):
+    for _ in range(num_new_tokens):
         logits = np.ctypeslib.as_array(model._ctx.get_logits(), shape=(model.n_vocab(),))
         logprobs = log_softmax(logits)
         best = np.argsort(-logprobs, kind="stable")[:NUM_CANDIDATES]

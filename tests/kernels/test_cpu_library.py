@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from vkit.kernels import build
@@ -113,3 +115,26 @@ def test_a_forked_child_works(library: Library) -> None:
         "assert os.waitpid(pid, 0)[1] == 0 and torch.equal(ops.linear(x, w), y)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_only_a_files_pages_are_given_back(library: Library, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(1 << 20))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        kept = view.copy()
+        assert resident(view) == view.size
+        library.release_mapping(view.ctypes.data, view.size)
+        assert resident(view) == 0
+        assert np.array_equal(view, kept)
+        del view
+    library.release_mapping(kept.ctypes.data, kept.size)
+    assert kept.tobytes() == path.read_bytes()
+
+
+def resident(view: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+    """Bytes of a mapping that this process holds."""
+    lines = Path("/proc/self/smaps").read_text(encoding="ascii").splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith(f"{view.ctypes.data:x}-"))
+    (line,) = [line for line in lines[start : start + 8] if line.startswith("Rss:")]
+    return int(line.split()[1]) * 1024

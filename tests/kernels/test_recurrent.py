@@ -124,6 +124,45 @@ def test_decay() -> None:
     assert kernels.log_decay(x[..., 0].bfloat16(), rate, bias[0]).dtype is torch.float32
 
 
+@pytest.mark.parametrize("op", ["convolution", "delta rule", "state space"])
+@pytest.mark.usefixtures("backend")
+def test_a_verification_leaves_the_state_after_each_token(op: str) -> None:
+    """One sequence of four tokens under verification beside one that goes on as ever: as in steps of their own."""
+    tokens = 4 + 2
+    x, q, k, v = torch.randn(tokens, 6), *torch.randn(2, tokens, 2, 8), torch.randn(tokens, 4, 6)
+    b, c, decay, write = *torch.randn(2, tokens, 2, 8), -torch.rand(tokens, 4), torch.randn(tokens, 4)
+    weight, constants = torch.randn(6, 4), ScanConstants(*torch.rand(3, 4), 0.01)
+
+    def run(rows: slice, state: Tensor, batch: StateBatch) -> Tensor:
+        if op == "convolution":
+            return kernels.causal_conv1d(x[rows], weight, None, state, batch)
+        if op == "delta rule":
+            return kernels.gated_delta_net(q[rows], k[rows], v[rows], decay[rows], write[rows], state, batch)
+        return kernels.mamba2_scan(v[rows], write[rows], b[rows], c[rows], constants, state, batch)
+
+    def steps(count: int, row: int) -> StateBatch:
+        cu = [0, count]
+        return StateBatch(torch.tensor([row]), torch.tensor([False]), torch.tensor(cu, dtype=torch.int32), cu)
+
+    shape = (6, 3) if op == "convolution" else (4, 8, 6)
+    before = torch.randn(8, *shape)
+    state, expected = before.clone(), before.clone()
+    cu, targets = [0, 4, 6], torch.tensor([4, 5, 6, 3, -1, 1])
+    batch = StateBatch(
+        torch.tensor([3, 1]), torch.tensor([False] * 2), torch.tensor(cu, dtype=torch.int32), cu, targets, [0]
+    )
+    out = run(slice(0, 6), state, batch)
+    outs = []
+    for token, target in enumerate([4, 5, 6, 3]):
+        outs.append(run(slice(token, token + 1), expected, steps(1, 3)))
+        if target != 3:
+            expected[target] = expected[3]
+    outs.append(run(slice(4, 6), expected, steps(2, 1)))
+    torch.testing.assert_close(out, torch.cat(outs), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(state[[0, 2, 7]], before[[0, 2, 7]])
+
+
 def test_errors_name_op_argument_got_and_wanted() -> None:
     (batch,) = batches([[1, 1]])
     x = torch.zeros(2, 4)

@@ -239,3 +239,18 @@ def test_a_missing_vision_config_means_text_only(
 
     model = build_model(make_checkpoint("qwen3_vl", vision_config=None), make_options())
     assert model.media_processor(MediaContext({}, {}, str, lambda text: [], lambda text: None)) is None
+
+
+@pytest.mark.parametrize("name", [*QWEN, "muse_glimmer", "gemma4_moe", "gemma4_unified"])
+def test_towers_in_bfloat16(
+    name: str, load_golden: Callable[..., Any], load_model: Callable[..., Any], make_options: Callable[..., Any]
+) -> None:
+    """Rows keep the activations' type and stay within 5 % of their range."""
+    golden, model = load_golden(name), load_model(name, make_options(dtype="bfloat16"), torch.bfloat16)
+    for item in gemma_inputs(golden) if name.startswith("gemma") else grid_inputs(golden):
+        encoded = model.encode_media(item)
+        assert {part.dtype for part in (encoded.embeddings, *encoded.features)} == {torch.bfloat16}
+        if item.kind != "audio":
+            expected = golden.tensors[f"{item.kind}_embeds"]
+            worst = float((encoded.embeddings.float() - expected).abs().max())
+            assert worst <= 0.05 * float(expected.max() - expected.min())

@@ -7,6 +7,9 @@ import json
 import pytest
 import yaml
 
+from vkit.server.openai.shared import timings
+from vkit.types import DraftCounts, RequestMetrics
+
 USER = {"role": "user", "content": "hi"}
 COMPLETIONS = "/v1/completions"
 
@@ -338,7 +341,19 @@ async def test_request_timings(serve):
         "speculative_decoding",
     }
     assert metrics["time_to_first_token_ms"] > 0
+    assert metrics["speculative_decoding"] is None
     assert (await served.post(COMPLETIONS, {"prompt": "a", "n": 2})).json()["metrics"] is None
+
+
+def test_timings_tell_how_drafts_fared():
+    times = RequestMetrics(0.0, 0.1, 0.2, 1.2, drafts=DraftCounts(4, 12, 6))
+    assert timings(times, 11).speculative_decoding == {
+        "num_drafts": 4,
+        "num_draft_tokens": 12,
+        "num_accepted_tokens": 6,
+        "acceptance_rate": 0.5,
+        "mean_acceptance_length": 2.5,
+    }
 
 
 async def test_tokenize_and_detokenize(serve):

@@ -14,6 +14,7 @@ from tests.fakes import (
     EOS_ID,
     FULL,
     FakeRunner,
+    GuessingProposer,
     ScriptedRunner,
     byte_tokenizer,
     check_pool,
@@ -25,6 +26,7 @@ from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.engine import Engine
 from vkit.inputs import EngineRequest
 from vkit.logits import apply_bitmask, unpacked_bitmask
+from vkit.sequence import Sequence
 from vkit.structured.compiler import GrammarCompiler
 from vkit.structured.grammar import GrammarError
 from vkit.structured.masks import GrammarMasks
@@ -313,3 +315,29 @@ def test_masks_on_a_device_and_on_the_host() -> None:
     expected[[2, 0]] = torch.where(torch.from_numpy(bits), logits[[2, 0]], -torch.inf)
     apply_bitmask(logits, [2, 0], words)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", ["right", "broken", "ends"])
+def test_drafts_change_nothing(
+    compiler: GrammarCompiler, plain_run: Any, jumps: bool, is_async: bool, kind: str
+) -> None:
+    def guess(sequence: Sequence) -> list[int]:
+        right = plain_run[sequence.id.partition("#")[0]][1][sequence.num_output_tokens :]
+        place = len(sequence.token_ids) % 4
+        spoilt = {"right": right, "broken": [*right[:place], 33, *right[place:]], "ends": [*right[:place], EOS_ID, 1]}
+        return spoilt[kind][:6]
+
+    found, engine = run_mixture(
+        compiler,
+        proposer=GuessingProposer(guess, max_drafts=6),
+        enable_jump_forward=jumps,
+        async_scheduling=is_async,
+        num_blocks=24,
+        budget=30,
+    )
+    assert found == plain_run
+    stats = engine.scheduler.draft_stats
+    assert stats.num_accepted_tokens > 20
+    assert (stats.num_accepted_tokens == stats.num_draft_tokens) == (kind == "right")

@@ -322,6 +322,20 @@ class TestReasoning:
         grammar.reset()
         assert follows(grammar, tokenizer, token_ids)
 
+    def test_rollback_across_a_start_mark_in_pieces(self, tokenizer: Tokenizer, begin: Any) -> None:
+        """The answer's grammar took the mark's beginning for an answer: it does so again once the mark is undone."""
+        grammar = begin("<think>", regex="<[a-z]+>[0-9]")
+        token_ids = [*b"<think>", *b"free"]
+        masks = []
+        for token_id in token_ids:
+            masks.append(allowed(grammar, tokenizer.vocab_size))
+            assert grammar.accept_tokens([token_id])
+        for mask in reversed(masks[6:]):
+            grammar.rollback(1)
+            assert allowed(grammar, tokenizer.vocab_size) == mask
+        assert grammar.validate_tokens(list(b">free</think><a>1")) == list(b">free</think><a>1")
+        assert follows(grammar, tokenizer, list(b"ing>1")), "it was an answer after all"
+
     def test_an_output_that_may_begin_with_reasoning(self, tokenizer: Tokenizer, begin: Any) -> None:
         for text in ("<think>free</think>12", "12", "<think></think>1"):
             assert follows(begin("<think>"), tokenizer, tokenizer.encode(text)), text

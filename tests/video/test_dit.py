@@ -14,8 +14,9 @@ from torch import Tensor
 
 from vkit.errors import CheckpointError, ModelLoadError, UsageError
 from vkit.video.h3.dit import DiT
-from vkit.video.h3.dit_weights import DiTWeights, resolve_partition
+from vkit.video.h3.dit_weights import DiTWeights
 from vkit.video.h3.layout import Layout, RowKind
+from vkit.video.h3.partition import resolve_partition
 from vkit.video.h3.request import Offload, QkvLayout
 from vkit.video.h3.weights import Residency
 

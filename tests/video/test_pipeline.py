@@ -328,6 +328,8 @@ def test_numbers_that_are_not_finite_end_the_run(
     monkeypatch.setattr(DiT, "forward", broken)
     with pytest.raises(VideoFailed, match="step 1 made numbers that are not finite"):
         _run(tiny, SHORT, tmp_path / "work")
+    job = json.loads((tmp_path / "work" / "job.json").read_text())
+    assert (job["status"], "step 1" in job["error"]) == ("failed", True)
 
 
 @pytest.mark.parametrize(("value", "words"), [(float("nan"), "not finite"), (0.25, "constant")])

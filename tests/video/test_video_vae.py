@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vkit.errors import CheckpointError, InvalidRequest, ModelLoadError
-from vkit.video.h3 import rows
+from vkit.video.h3 import rows, video_vae
 from vkit.video.h3.geometry import tiles
 from vkit.video.h3.video_vae import (
     VideoVAE,
@@ -88,6 +88,24 @@ def test_encoder(vae: VideoVAE, folder: Path) -> None:
         _close(sample, io[f"enc{index}.sample_seed42"], 2e-3)
         mean, std = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
         _close(rows.normalise(sample, mean, std, 0), io[f"enc{index}.condition_normalized"], 2e-3)
+
+
+def test_narrow_convolutions_are_the_same(goldens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    stacked = video_vae._stacked_conv
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return stacked(*arguments)
+
+    monkeypatch.setattr(video_vae, "NARROW", 1 << 20)
+    monkeypatch.setattr(video_vae, "_stacked_conv", counted)
+    for name, case in (("a", "enc1"), ("c", "encT20")):
+        folder = goldens / "video_vae" / name
+        io = load_file(folder / "io.safetensors")
+        vae = VideoVAE(folder / "weights.release.safetensors", _config(folder))
+        _close(vae.encode(io[f"{case}.pixels_normalized"]), io[f"{case}.moments"])
+    assert len(calls) > 10
 
 
 def test_decoder(vae: VideoVAE, folder: Path) -> None:

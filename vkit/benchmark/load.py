@@ -116,6 +116,7 @@ def _count(record: RequestRecord, timed: Sequence[_Timed]) -> None:
         record.error = NO_USAGE
         return
     record.num_preemptions = max(item.event.num_preemptions for item in timed)
+    record.drafts = timed[-1].event.drafts
     record.input_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens
     split = _stated_split(timed, usage.completion_tokens)
     record.is_split_exact = split is not None

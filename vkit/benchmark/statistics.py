@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from vkit.errors import UsageError
+from vkit.types import NO_DRAFTS, DraftCounts
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 SLO_LATENCIES = ("ttft", "tpot", "e2e")
@@ -42,6 +43,8 @@ class RequestRecord:
     token_ids: list[int] | None = None
     num_preemptions: int = 0
     """How often the engine took its cache away and computed it again; 0 where the target does not tell."""
+    drafts: DraftCounts = NO_DRAFTS
+    """How speculation fared; nothing where the target does not tell."""
     error: str | None = None
 
     @property
@@ -207,6 +210,10 @@ class Summary:
     """Completed requests whose server stated only the sum of tokens: their gaps are estimated from text lengths."""
     preemptions: int = 0
     """Times that completed requests lost their cache to others; known for an engine in this process only."""
+    mean_acceptance_length: float | None = None
+    """Tokens per verification of drafts, the sampled one included; known for an engine in this process that drafts."""
+    draft_acceptance_rate: float | None = None
+    """Share of the drafts that turned out right."""
 
 
 def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
@@ -217,6 +224,7 @@ def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summa
     num_output = sum(record.output_tokens for record in done)
     tpots = [record.tpot_s for record in done if record.tpot_s is not None]
     stream_rates = [1 / tpot for tpot in tpots if tpot > 0]
+    drafts = sum((record.drafts for record in done), NO_DRAFTS)
     num_good = sum(slo.is_met(record) for record in records) if slo else 0
 
     def rate(count: int) -> float:
@@ -240,6 +248,8 @@ def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summa
         goodput=Goodput(rate(num_good), num_good / len(records)) if slo and records else None,
         estimated_splits=sum(not record.is_split_exact for record in done),
         preemptions=sum(record.num_preemptions for record in done),
+        mean_acceptance_length=drafts.mean_acceptance_length,
+        draft_acceptance_rate=drafts.acceptance_rate,
     )
 
 

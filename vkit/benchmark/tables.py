@@ -50,6 +50,9 @@ def _rate_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.goodput is not None:
         yield "goodput (1/s)", number(summary.goodput.requests_per_s)
         yield "goodput (% of requests)", f"{100 * summary.goodput.share:.1f}"
+    if summary.mean_acceptance_length is not None and summary.draft_acceptance_rate is not None:
+        yield "acceptance length, mean (tok)", number(summary.mean_acceptance_length)
+        yield "drafts accepted (%)", f"{100 * summary.draft_acceptance_rate:.1f}"
 
 
 def sweep_table(points: Sequence[tuple[int, Summary]]) -> Table:

@@ -21,7 +21,7 @@ from vkit.benchmark.datasets import (
 )
 from vkit.client import OpenAIClient, ServerError, StreamEvent, Usage
 from vkit.errors import RequestFailed, UsageError
-from vkit.types import FinishReason, OutputKind, RequestOutput, SamplingParams
+from vkit.types import NO_DRAFTS, DraftCounts, FinishReason, OutputKind, RequestOutput, SamplingParams
 
 WARM_UP_TOKENS = 4
 WARM_UP_SEED = 2**31 - 1
@@ -46,8 +46,8 @@ class TargetEvent:
     """One event of an answer.
 
     `num_tokens` is None where the target did not say how many tokens the event carries; `text_len` is then a hint. The
-    last event has `usage`: the counts that are true of the whole request, and how often it was preempted if the target
-    tells.
+    last event has `usage`: the counts that are true of the whole request, and if the target tells how often it was
+    preempted and how its drafts fared.
     """
 
     num_tokens: int | None = None
@@ -55,6 +55,7 @@ class TargetEvent:
     token_ids: tuple[int, ...] | None = None
     usage: Usage | None = None
     num_preemptions: int = 0
+    drafts: DraftCounts = NO_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,7 @@ class EngineTarget:
             output_kind=OutputKind.DELTA,
         )
         num_input = num_output = num_preemptions = 0
+        drafts = NO_DRAFTS
         assert not isinstance(request.content, str), "prompts are tokenised before the run"
         prompt = {"prompt_token_ids": list(request.content)}
         async for output in self._engine.generate(prompt, params, request_id=f"bench-{request.index}"):
@@ -207,9 +209,11 @@ class EngineTarget:
                 raise RequestFailed(completion.error or f"the engine ended the request: {completion.finish_reason}")
             num_input = len(output.prompt_token_ids)
             num_output += len(completion.token_ids)
-            num_preemptions = output.metrics.num_preemptions if output.metrics is not None else 0
+            if output.metrics is not None:
+                num_preemptions, drafts = output.metrics.num_preemptions, output.metrics.drafts
             yield TargetEvent(len(completion.token_ids), token_ids=tuple(completion.token_ids))
-        yield TargetEvent(0, usage=Usage(num_input, num_output), num_preemptions=num_preemptions)
+        usage = Usage(num_input, num_output)
+        yield TargetEvent(0, usage=usage, num_preemptions=num_preemptions, drafts=drafts)
 
     async def close(self) -> None:
         """Shut the engine down."""

@@ -213,10 +213,12 @@ class StateRules:
     block_size: int
     saves: bool
     """Whether states at block boundaries are left to the prefix cache, each move taking a second block."""
+    num_rows: int = 1
+    """Blocks per sequence: with drafts, one for the state after each token that a step may verify."""
 
     def table_len(self, num_tokens: int) -> int:
-        """The current state."""
-        return 1 if num_tokens else 0
+        """The current state, and room for those that a verification leaves."""
+        return self.num_rows if num_tokens else 0
 
     def first_kept(self, num_computed: int) -> int:
         """The state is overwritten in place, never given back."""
@@ -234,16 +236,18 @@ class StateRules:
         return [_present(block_at(num_blocks - 1))] if num_blocks else []
 
     def max_held(self, num_tokens: int, max_step_tokens: int) -> int:
-        """The current state, and while it moves on the one it is copied from."""
-        return 2 if self.saves else 1
+        """The table, and while the state moves on the block it is copied from."""
+        return self.num_rows + self.saves
 
 
-def rules_of(group: CacheGroup, block_size: int, *, caches_prefixes: bool) -> GroupRules:
+def rules_of(group: CacheGroup, block_size: int, *, caches_prefixes: bool, num_state_rows: int = 1) -> GroupRules:
     """The rules of a group's kind."""
     if group.kind is CacheKind.SLIDING:
         assert group.window is not None, "a sliding group has a window"
         return SlidingRules(block_size, group.window)
-    return StateRules(block_size, caches_prefixes) if group.kind is CacheKind.STATE else FullRules(block_size)
+    if group.kind is CacheKind.STATE:
+        return StateRules(block_size, caches_prefixes, num_state_rows)
+    return FullRules(block_size)
 
 
 def _present(block: int | None) -> int:

@@ -58,8 +58,14 @@ class KVCacheManager:
         max_model_len: int,
         max_step_tokens: int,
         hasher: BlockHasher | None = None,
+        num_state_rows: int = 1,
+        num_blocks_recomputed: int = 0,
     ) -> None:
-        """`hasher` None switches prefix caching off."""
+        """`hasher` None switches prefix caching off.
+
+        `num_state_rows`: blocks that a group of states gives each sequence. `num_blocks_recomputed`: blocks at the end
+        of what could be reused that are computed again, for a drafter that needs what the model made of them.
+        """
         self.groups = groups
         self.pool = pool
         self.block_size = block_size
@@ -67,7 +73,11 @@ class KVCacheManager:
         self._max_model_len = max_model_len
         self._max_step_tokens = max_step_tokens
         self._hasher = hasher
-        self._rules = [rules_of(group, block_size, caches_prefixes=hasher is not None) for group in groups]
+        self._num_recomputed = num_blocks_recomputed
+        self._rules = [
+            rules_of(group, block_size, caches_prefixes=hasher is not None, num_state_rows=num_state_rows)
+            for group in groups
+        ]
         self._is_state = [group.kind is CacheKind.STATE for group in groups]
         self._indices = range(len(groups))
         self._registered_in_pass: dict[str, list[int]] = {}
@@ -111,17 +121,23 @@ class KVCacheManager:
         hashes = sequence.block_hashes
         lookups = [self._block_at(group, hashes) for group in self._indices]
         length = min(len(hashes), (sequence.num_tokens - 1) // self.block_size)
+        length = self._longest_hit(sequence, lookups, length)
+        if length and self._num_recomputed:
+            length = self._longest_hit(sequence, lookups, max(0, length - self._num_recomputed))
+        if length == 0:
+            return PrefixHit()
+        tables = [rules.hit_table(block_at, length) for rules, block_at in zip(self._rules, lookups, strict=True)]
+        return PrefixHit(length * self.block_size, tables)
+
+    def _longest_hit(self, sequence: Sequence, lookups: list[BlockAt], length: int) -> int:
+        """Leading blocks, at most `length`, that every group has."""
         while True:
             length = self._before_runs(sequence, length)
             before = length
             for rules, block_at in zip(self._rules, lookups, strict=True):
                 length = rules.longest_hit(block_at, length)
             if length == before:
-                break
-        if length == 0:
-            return PrefixHit()
-        tables = [rules.hit_table(block_at, length) for rules, block_at in zip(self._rules, lookups, strict=True)]
-        return PrefixHit(length * self.block_size, tables)
+                return length
 
     def _before_runs(self, sequence: Sequence, length: int) -> int:
         """At most `length` blocks, cut where they would end inside media tokens that see each other."""
@@ -196,6 +212,12 @@ class KVCacheManager:
             self._register_full_blocks(sequence, num_computed + num_new_tokens)
         return True
 
+    def move_state(self, sequence: Sequence, num_tokens: int) -> None:
+        """After a verification, which wrote the state after each token to a row of its own: go on from one of them."""
+        rows = next((len(sequence.block_ids[group]) for group in self._indices if self._is_state[group]), 0)
+        if rows:
+            sequence.state_row = (sequence.state_row + num_tokens) % rows
+
     def register_loaded(self, sequence: Sequence, num_tokens: int) -> None:
         """Make blocks reusable whose bytes have been loaded: those of the first `num_tokens` tokens."""
         if self._hasher is not None:
@@ -213,6 +235,7 @@ class KVCacheManager:
         sequence.block_ids = []
         sequence.num_released_blocks = []
         sequence.num_registered_blocks = []
+        sequence.state_row = 0
 
     def take_back_registrations(self, sequence: Sequence) -> None:
         """Forget what this pass registered for a sequence that leaves the plan: nobody will write those blocks."""
@@ -260,13 +283,14 @@ class KVCacheManager:
         for group in self._indices:
             if not self._is_state[group]:
                 continue
-            (saved,) = sequence.block_ids[group]
+            table = sequence.block_ids[group]
+            saved = table[sequence.state_row]
             (current,) = self.pool.get_new_blocks(1)
             self._state_copies.append(StateCopy(group, saved, current))
             if self.pool.key_of(saved) is None:
                 self.pool.register(saved, (group, block_hash))
             self.pool.free([saved])
-            sequence.block_ids[group] = [current]
+            table[sequence.state_row] = current
 
     def _register_full_blocks(self, sequence: Sequence, num_tokens: int, *, is_written: bool = False) -> None:
         """Make blocks reusable that hold nothing but known tokens once this step has run, or hold them already."""

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Mapping
 
-Payload = bytes | memoryview
+Payload = bytes | bytearray | memoryview
 
 MAGIC = b"VKITKV\x00\x01"
 _CHECKSUM_BYTES = 32

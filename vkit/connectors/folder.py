@@ -65,7 +65,10 @@ class Folder:
         """The payload, or None where there is no sound one."""
         file = self._file(key)
         try:
-            data = file.read_bytes()
+            data = bytearray(file.stat().st_size)
+            with file.open("rb", buffering=0) as stream:
+                if stream.readinto(data) != len(data):
+                    data = bytearray()
         except FileNotFoundError:
             self._drop(key.hex())
             return None

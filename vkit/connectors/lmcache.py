@@ -18,6 +18,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -130,7 +131,7 @@ class LMCacheStore:
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """How many the server says it has, several questions at a time."""
         for start in range(0, len(keys), _BATCH):
-            codes = self._exchange(lambda link, at=start: self._ask(link, keys[at : at + _BATCH]))
+            codes = self._exchange(partial(self._ask, keys=keys[start : start + _BATCH]))
             for index, code in enumerate(codes):
                 if code != SUCCESS:
                     return start + index

@@ -300,7 +300,9 @@ class Mover(WorkerSide):
         return [(blocks.nonzero().flatten(), blocks[blocks != 0]) for blocks in listed]
 
     def _plain(self, payload: Payload) -> Tensor:
-        return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(self.shape)
+        # torch has no read-only tensors, and complains of buffers that are.
+        is_writable = isinstance(payload, memoryview) and not payload.readonly
+        return torch.frombuffer(payload if is_writable else bytearray(payload), dtype=torch.uint8).view(self.shape)
 
     # Out of pages
 

@@ -144,7 +144,8 @@ def _internlm2(checkpoint: Checkpoint, name: str, config: dict[str, Any]) -> lis
 
     def part(start: int, stop: int) -> Callable[[], Tensor]:
         def load() -> Tensor:
-            grouped = dense(checkpoint, name).unflatten(0, (kv_heads, group + 2, width))
+            weight = dense(checkpoint, name)
+            grouped = weight.view(kv_heads, group + 2, width, *weight.shape[1:])
             return grouped[:, start:stop].flatten(0, 2)
 
         return load

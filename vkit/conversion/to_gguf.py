@@ -113,7 +113,8 @@ def _latent_halves(
     layer = named[0].removesuffix("attn_kv_b.weight")
 
     def stacked() -> Tensor:
-        return source.load().unflatten(0, (heads, -1))
+        weight = source.load()
+        return weight.reshape(heads, -1, *weight.shape[1:])
 
     shapes = {"attn_k_b": (heads, rank, key_dim), "attn_v_b": (heads, value_dim, rank)}
     loads = {

@@ -127,7 +127,7 @@ class CompressedAttention(Module):
     """One key head that is also the value, for the window's tokens and for entries; grouped output projection."""
 
     def __init__(
-        self, layer: int, entry_layer: int, shape: CompressedShape, kind: str, rate: int, rotary: RotaryEmbedding
+        self, layer: int, entry_layer: int, shape: CompressedShape, kind: str, rate: int, rotary: TableRotary
     ) -> None:
         self.layer, self.entry_layer = layer, entry_layer
         self.shape, self.kind, self.rate = shape, kind, rate

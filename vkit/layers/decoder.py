@@ -182,4 +182,6 @@ class Decoder(Module):
             if index < len(features):
                 assert batch.media is not None
                 hidden = kernels.add_rows(hidden, batch.media.rows, features[index])
+            if batch.taps is not None and index in batch.taps:
+                batch.taps[index] = hidden if residual is None else kernels.add(hidden, residual)
         return self.norm.add(hidden, residual)[0]

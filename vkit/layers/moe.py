@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from vkit import kernels
+from vkit.errors import ModelLoadError
 from vkit.layers.linear import Activation, Linear
 from vkit.layers.module import Module, Placement, TensorSlot
+from vkit.layers.streaming import ByteRange, ExpertCache, FileReader, StoredMatrix, run_streamed
 from vkit.quantization import QuantizedTensor, ScaledMatrix, Weight
 
 _FUSED = "gate_up_proj"
@@ -41,6 +43,12 @@ class Experts(Module):
         self._is_stacked = False
         self._gate_up: list[kernels.ExpertMatrix]
         self._down_matrix: kernels.ExpertMatrix
+        self._cache: ExpertCache | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts to choose from."""
+        return self._num_experts
 
     def choose_form(self, is_stored: Callable[[str], bool]) -> None:
         """Stacked or one by one; gate and up fused or apart; with or without the suffix `.weight`."""
@@ -71,7 +79,24 @@ class Experts(Module):
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x (T, H), weights and ids (T, k) -> (T, H)."""
+        if self._cache is not None:
+            return run_streamed(self._cache, x, weights, ids, self._activation)
         return kernels.run_experts(x, weights, ids, self._gate_up, self._down_matrix, self._activation)
+
+    def stream(self, num_slots: int, reader: FileReader, locate: Callable[[Tensor], ByteRange | None]) -> None:
+        """Keep at most `num_slots` experts in memory from now on; `locate` says where a tensor lies in its file.
+
+        Raises:
+            ModelLoadError: weights that are not in the file as they are used.
+        """
+        stored = [_stored(matrix, locate) for matrix in (*self._gate_up, self._down_matrix)]
+        self._cache = ExpertCache(stored, num_slots, reader)
+        del self._gate_up, self._down_matrix
+
+    @property
+    def cache(self) -> ExpertCache | None:
+        """The places of streamed experts."""
+        return self._cache
 
     def _matrix(self, name: str, tensors: Mapping[str, Weight], placement: Placement) -> kernels.ExpertMatrix:
         if self._is_stacked:
@@ -83,6 +108,26 @@ class Experts(Module):
             return kernels.ExpertMatrix(tuple(weight.data.unbind(0)), weight.qtype, scales)
         weights = [placement.matrix(tensors[f"{expert}.{name}.weight"]) for expert in range(self._num_experts)]
         return _joined(name, weights)
+
+
+def _stored(matrix: kernels.ExpertMatrix, locate: Callable[[Tensor], ByteRange | None]) -> StoredMatrix:
+    """Where a matrix's experts lie.
+
+    Raises:
+        ModelLoadError: they are not in the file as they are used.
+    """
+    ranges: list[ByteRange] = []
+    for weight in matrix.weights:
+        found = locate(weight) if isinstance(weight, Tensor) and weight.is_contiguous() else None
+        if found is None:
+            raise ModelLoadError(
+                "--moe-expert-cache: this model's experts are not in the file as they are used",
+                remedy="GGUF files and plain safetensors can be streamed; not with --no-mmap or --gguf-dequantize",
+            )
+        ranges.append(found)
+    first = matrix.weights[0]
+    assert isinstance(first, Tensor)
+    return StoredMatrix(tuple(ranges), (first.shape[0], first.shape[1]), first.dtype, matrix.qtype, matrix.scales)
 
 
 def _joined(name: str, weights: list[Weight]) -> kernels.ExpertMatrix:

@@ -5,8 +5,6 @@ Source: GGUF specification; published configurations of the families.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vkit.loaders.gguf_config import (
     FULL,
     MINICPM_DIM_MODEL_BASE,
@@ -381,7 +379,8 @@ def deepseek4(reader: MetadataReader) -> Config:
     config = common(reader, "DeepseekV4ForCausalLM", "deepseek_v4") | rms_norm(reader)
     num_layers = config["num_hidden_layers"]
     ratios = reader.integers("attention.compress_ratios", length=num_layers)
-    types, rates = [], {}
+    types: list[str] = []
+    rates: dict[str, int] = {}
     for layer, ratio in enumerate(ratios):
         kind = SLIDING
         if ratio:
@@ -394,7 +393,7 @@ def deepseek4(reader: MetadataReader) -> Config:
     if len(set(limits)) != 1:
         reader.unsupported("a limit of the experts that differs from layer to layer")
     rope_dim = reader.integer("rope.dimension_count")
-    scaling: Any = _rope_keys(reader, rope_dim)
+    scaling = _rope_keys(reader, rope_dim)
     return (
         config
         | scaling

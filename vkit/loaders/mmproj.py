@@ -18,6 +18,7 @@ from vkit.errors import CheckpointError, ModelLoadError, UsageError
 from vkit.loaders.checkpoint import Checkpoint, TensorInfo
 from vkit.loaders.gguf import GGUFTensors
 from vkit.loaders.gguf_config import Config, MetadataReader
+from vkit.loaders.gguf_header import GGUFMetadata
 from vkit.quantization import Weight
 
 SEEING = {
@@ -81,7 +82,9 @@ class ProjectedCheckpoint(Checkpoint):
         self.generation_config = text.generation_config
         self.gguf_metadata, self.quantization = text.gguf_metadata, text.quantization
         self._tower = GGUFTensors(path, use_mmap=use_mmap)
-        reader = MetadataReader(path, "clip", self._tower.metadata, self._tower.entries, self._vector)
+        metadata = self._tower.metadata
+        assert isinstance(metadata, GGUFMetadata), "a GGUF file's keys"
+        reader = MetadataReader(path, "clip", metadata, self._tower.entries, self._vector)
         _check_kind(reader, path)
         self._layers = _deepstack_layers(reader)
         self._names = {hf: name for name in self._tower.names() for hf in [self._renamed(name)] if hf is not None}

@@ -233,7 +233,7 @@ DEEPSEEK2 = NameMap(TOP, LATENT | MLP | PRE_NORMS | QWEN_EXPERTS | SHARED_EXPERT
 MINICPM3 = NameMap(TOP, LATENT | MLP | PRE_NORMS)
 QWEN35MOE = NameMap(
     TOP,
-    QWEN35.layer
+    dict(QWEN35.layer)
     | QWEN_EXPERTS
     | SHARED_EXPERT
     | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_up_exps": "mlp.experts.gate_up_proj"},

@@ -5,12 +5,25 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+import weakref
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from vkit.errors import CheckpointError
+
+_mappings: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+
+
+def file_range(tensor: torch.Tensor) -> tuple[Path, int, int] | None:
+    """(file, offset, bytes) of a contiguous view of a mapped file; None for any other tensor."""
+    start, size = tensor.data_ptr(), tensor.nbytes
+    for mapped in list(_mappings):
+        offset = start - mapped.address
+        if size and offset >= 0 and offset + size <= mapped.size:
+            return mapped.path, offset, size
+    return None
 
 
 class Storage(Protocol):
@@ -53,6 +66,8 @@ class MappedFile:
             self.size = os.fstat(file.fileno()).st_size
             # An empty file cannot be mapped; its reader will refuse it for what it lacks.
             self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else None
+        self.address = self.tensor(0, 1).data_ptr() if self.size else 0
+        _mappings.add(self)
 
     def header(self, num_bytes: int) -> memoryview:
         """All bytes of the file; no copy."""

@@ -90,11 +90,11 @@ class GemmaMedia:
 
     def _image(self, media: ImageMedia) -> MediaInput:
         unit = self.patch_size * self.pooling_size
-        rows, columns = largest_size(*media.pixels.shape[:2], unit, self.max_soft_tokens)
+        height, width = media.pixels.shape[:2]
+        rows, columns = largest_size(height, width, unit, self.max_soft_tokens)
         picture = resize(media.pixels[None], rows * unit, columns * unit)[0]
         features, grid = self._rows(picture)
         if max(grid) > self.max_side:
-            height, width = media.pixels.shape[:2]
             raise InvalidRequest(
                 f"image: {width} x {height} pixels become a grid of {grid[2]} x {grid[1]}; this model has learned"
                 f" {self.max_side} places a side",

@@ -117,7 +117,8 @@ class MuseMedia:
     def _patches(self, frames: NDArray[np.uint8], max_tokens: int) -> tuple[NDArray[np.float32], tuple[int, int, int]]:
         """(n, t · channels · y · x) in raster order, frame by frame, and the grid."""
         t, p, unit = self.temporal_patch_size, self.patch_size, self.patch_size * self.merge_size
-        rows, columns = capped_grid(*frames.shape[1:3], unit, max_tokens)
+        height, width = frames.shape[1:3]
+        rows, columns = capped_grid(height, width, unit, max_tokens)
         resized = resize(frames, rows * unit, columns * unit, LANCZOS)
         spread = resized.astype(np.float32) / 127.5 - 1.0
         grid = (len(frames) // t, rows * self.merge_size, columns * self.merge_size)

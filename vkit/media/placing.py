@@ -93,7 +93,7 @@ def grid_positions(num_tokens: int, placed: Sequence[PlacedMedia], merge_size: i
 
 def _frames(placed: PlacedMedia, frame_len: int) -> list[tuple[int, int]]:
     """(first, beyond) of the tokens of each frame."""
-    found = []
+    found: list[tuple[int, int]] = []
     for start, stop in placed.spans:
         if (stop - start) % frame_len:
             raise InvalidRequest(

@@ -178,8 +178,8 @@ class QwenMedia:
         t, m, p = self.temporal_patch_size, self.merge_size, self.patch_size
         count, height, width, _ = frames.shape
         grid = (count // t, height // p, width // p)
-        spread = frames.astype(np.float32) / 255.0
-        spread = (spread - np.array(rules.mean, np.float32)) / np.array(rules.std, np.float32)
+        mean, std = np.array(rules.mean, np.float32), np.array(rules.std, np.float32)
+        spread: NDArray[np.float32] = ((frames.astype(np.float32) / 255.0 - mean) / std).astype(np.float32)
         cut = spread.reshape(grid[0], t, grid[1] // m, m, p, grid[2] // m, m, p, 3)
         ordered = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
         return np.ascontiguousarray(ordered).reshape(grid[0] * grid[1] * grid[2], 3 * t * p * p), grid

@@ -10,9 +10,10 @@ import importlib
 from importlib.metadata import entry_points
 
 from vkit.errors import ModelLoadError
-from vkit.models.base import CausalLM, MediaContext, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
+from vkit.models.base import CausalLM, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
 from vkit.models.hf_config import HFConfig
 from vkit.models.loading import check_tensors, load_weights
+from vkit.models.media_context import MediaContext
 
 ENTRY_POINT_GROUP = "vkit.models"
 
@@ -126,23 +127,34 @@ def model_class(architecture: str) -> ModelClass:
     )
 
 
-def create_model(checkpoint: ModelCheckpoint, config: ModelConfig) -> CausalLM:
+def create_model(checkpoint: ModelCheckpoint, config: ModelConfig, *, has_draft_head: bool = False) -> CausalLM:
     """The model without weights: enough for `cache_specs` and for checking the tensor list. Costs no memory.
+
+    `has_draft_head`: with the head that predicts further tokens (`CausalLM.mtp`).
 
     Raises:
         ModelLoadError: unknown architecture, or a configuration it cannot be built from.
     """
-    return model_class(checkpoint.architecture)(HFConfig(checkpoint.config), config)
+    model = model_class(checkpoint.architecture)(HFConfig(checkpoint.config), config)
+    if has_draft_head:
+        model.add_draft_head()
+    return model
 
 
-def build_model(checkpoint: ModelCheckpoint, config: ModelConfig, progress: ProgressCallback | None = None) -> CausalLM:
+def build_model(
+    checkpoint: ModelCheckpoint,
+    config: ModelConfig,
+    progress: ProgressCallback | None = None,
+    *,
+    has_draft_head: bool = False,
+) -> CausalLM:
     """The model with its weights.
 
     Raises:
         ModelLoadError: as `create_model`.
         CheckpointError: tensors missing, misshapen or unknown.
     """
-    model = create_model(checkpoint, config)
+    model = create_model(checkpoint, config, has_draft_head=has_draft_head)
     load_weights(model, checkpoint, progress)
     return model
 

@@ -12,11 +12,20 @@ from torch import Tensor
 from vkit import kernels
 from vkit.batch import Batch
 from vkit.cache.groups import LayerCacheSpec
+from vkit.errors import ModelLoadError
 from vkit.layers import CacheOwner, LMHead, Module
 from vkit.media import MediaInput, MediaProcessor
 from vkit.models.hf_config import HFConfig
 from vkit.models.media_context import MediaContext
 from vkit.quantization import Weight
+
+
+class DraftHead(Protocol):
+    """A head that goes on from the model's hidden states."""
+
+    def __call__(self, hidden: Tensor, batch: Batch, /) -> Tensor:
+        """Hidden states (T, H) of the model, or of the head itself one token before; batch.token_ids are those of the
+        tokens after them -> (T, H), of which compute_logits makes scores of the tokens after those."""
 
 
 class ModelConfig(Protocol):
@@ -45,6 +54,10 @@ class TensorInfo(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape as torch has it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
 
 
 class ModelCheckpoint(Protocol):
@@ -87,6 +100,10 @@ class CausalLM(Module):
     model: Callable[[Batch], Tensor]
     lm_head: LMHead
     num_layers: int
+    num_head_layers = 0
+    """Layers after the model's own that a draft head keeps something in."""
+    mtp: DraftHead | None = None
+    """Predicts a further token from a hidden state and the token after it; only where asked for."""
 
     def __init__(self, config: HFConfig, options: ModelConfig) -> None:
         self.config = config
@@ -101,7 +118,7 @@ class CausalLM(Module):
 
     def cache_specs(self) -> list[LayerCacheSpec | None]:
         """What each layer keeps."""
-        specs: list[LayerCacheSpec | None] = [None] * self.num_layers
+        specs: list[LayerCacheSpec | None] = [None] * (self.num_layers + self.num_head_layers)
         cache_dtype: torch.dtype = getattr(torch, self.options.kv_cache_dtype)
         for _, module in self.walk():
             if isinstance(module, CacheOwner):
@@ -111,6 +128,14 @@ class CausalLM(Module):
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states (T, H) after the final norm."""
         return self.model(batch)
+
+    def add_draft_head(self) -> None:
+        """Give `mtp` the head that the checkpoint brings, to be loaded with the other weights.
+
+        Raises:
+            ModelLoadError: it brings none, or one that is not computed here.
+        """
+        raise ModelLoadError(f"{type(self).__name__}: no MTP head is known for this architecture")
 
     def media_processor(self, context: MediaContext) -> MediaProcessor | None:
         """How media are prepared for this model; None if it takes text only."""

@@ -40,9 +40,10 @@ from vkit.layers import (
 )
 from vkit.media import MediaInput, MediaProcessor
 from vkit.media.gemma4 import GemmaMarks, GemmaMedia
-from vkit.models.base import CausalLM, EncodedMedia, MediaContext, ModelConfig
+from vkit.models.base import CausalLM, EncodedMedia, ModelConfig
 from vkit.models.gemma4_vision import GemmaVisionTower, SoftTokens, UnifiedPixels
 from vkit.models.hf_config import HFConfig
+from vkit.models.media_context import MediaContext
 from vkit.quantization import Weight
 
 FULL = "full_attention"

@@ -28,9 +28,10 @@ from vkit.layers import (
 )
 from vkit.media import MediaInput, MediaProcessor
 from vkit.media.muse import MuseMarks, MuseMedia
-from vkit.models.base import EncodedMedia, MediaContext, ModelConfig
+from vkit.models.base import EncodedMedia, ModelConfig
 from vkit.models.hf_config import HFConfig
 from vkit.models.llama import LlamaForCausalLM
+from vkit.models.media_context import MediaContext
 from vkit.models.muse_vision import MuseVisionTower
 
 _FULL_EVERY = 4
@@ -73,7 +74,7 @@ class MuseGlimmerForCausalLM(LlamaForCausalLM):
     """Four zero-centred norms per block; every fourth layer, counted from the end, is full and without positions."""
 
     names: Mapping[str, str] = {"model": "model.language_model"}
-    ignored_tensors = (r"model\.vision_.*",)
+    ignored_tensors: tuple[str, ...] = (r"model\.vision_.*",)
 
     def stored_name(self, name: str, stored: Set[str]) -> str:
         """Without the prefix of the text part, where a file has no other."""

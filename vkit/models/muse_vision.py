@@ -144,5 +144,5 @@ class MuseVisionTower(Tower):
         """Blocks in raster order; all patches of a channel side by side."""
         frames, rows, columns = grid
         order = joined_frames(block_order(rows, columns, self.merge_size), frames).to(self.placement.device)
-        blocks = kernels.embedding(order, x).unflatten(0, (-1, self.merge_size**2))
+        blocks: Tensor = kernels.embedding(order, x).unflatten(0, (-1, self.merge_size**2))
         return blocks.transpose(1, 2).flatten(1)

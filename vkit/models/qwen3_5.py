@@ -13,14 +13,17 @@ from vkit.batch import Batch
 from vkit.errors import ModelLoadError
 from vkit.layers import (
     Attention,
+    Decoder,
     DecoderLayer,
     DeltaShape,
+    Embedding,
     Experts,
     FeedForward,
     GatedDeltaNet,
     GatedMLP,
     Linear,
     MergedLinear,
+    Module,
     PreNormLayer,
     RMSNorm,
     Router,
@@ -45,6 +48,29 @@ class GatedAttention(Attention):
         return self.o_proj(kernels.multiply(out, kernels.unary(gate, "sigmoid")).flatten(1))
 
 
+class MTPHead(Module):
+    """One more block, of attention, over the next token's embedding and the hidden state before it, both normed.
+
+    Source: DeepSeek-AI 2024b, DeepSeek-V3, section 2.2.
+    """
+
+    def __init__(
+        self, embed_tokens: Embedding, fc: Linear, norms: tuple[RMSNorm, RMSNorm, RMSNorm], layers: list[DecoderLayer]
+    ) -> None:
+        self._embed = embed_tokens  # the model's own, and no part of this tree
+        self.fc = fc
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norms
+        self.layers = layers
+
+    def __call__(self, hidden: Tensor, batch: Batch, /) -> Tensor:
+        """hidden (T, H) at each position, batch.token_ids (T,) of the tokens after -> (T, H)."""
+        embedded = self.pre_fc_norm_embedding(self._embed(batch.token_ids))
+        x, residual = self.fc(kernels.concat([embedded, self.pre_fc_norm_hidden(hidden)])), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        return self.norm.add(x, residual)[0]
+
+
 class Qwen3_5ForCausalLM(LlamaForCausalLM):
     """The dense model."""
 
@@ -66,6 +92,21 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
         return PreNormLayer(
             self.make_delta_net(layer), self.make_mlp(layer), *norms, names={"self_attn": "linear_attn"}
         )
+
+    def add_draft_head(self) -> None:
+        """The head for multi-token prediction: one block of full attention."""
+        config, width = self.config, self.hidden_size
+        num_layers = config.optional_integer("mtp_num_hidden_layers") or 0
+        if num_layers != 1 or config.flag("mtp_use_dedicated_embeddings", default=False):
+            what = "no MTP head" if not num_layers else "an MTP head of a kind that is not computed here"
+            raise ModelLoadError(f"config.json: {what} (mtp_num_hidden_layers {num_layers}, expected 1)")
+        norms = self.make_norm(width), self.make_norm(width)
+        place = self.num_layers
+        block = PreNormLayer(self.make_attention(place), self.make_mlp(place), *norms)
+        head_norms = self.make_norm(width), self.make_norm(width), self.make_norm(width)
+        assert isinstance(self.model, Decoder), "this family's stack"
+        self.mtp = MTPHead(self.model.embed_tokens, Linear(2 * width, width), head_norms, [block])
+        self.num_head_layers = 1
 
     def is_full(self, layer: int) -> bool:
         """Whether a layer is attention: as listed, or the last of every `full_attention_interval`."""

@@ -27,8 +27,9 @@ from vkit.layers import (
 )
 from vkit.media import MediaInput, MediaProcessor
 from vkit.media.qwen import IMAGE_RULES, VIDEO_RULES, FrameRules, QwenMarks, QwenMedia
-from vkit.models.base import CausalLM, EncodedMedia, MediaContext, ModelConfig
+from vkit.models.base import CausalLM, EncodedMedia, ModelConfig
 from vkit.models.hf_config import HFConfig
+from vkit.models.media_context import MediaContext
 from vkit.quantization import LinearMethod, Weight, linear_method_for
 
 _EPS = 1e-6
@@ -209,7 +210,8 @@ class QwenVisionTower(Module):
     def _in_block_order(self, values: Tensor) -> Tensor:
         """values (rows, columns) with the patches of a merged block side by side (rows · columns,)."""
         m = self.merge_size
-        return values.unflatten(1, (-1, m)).unflatten(0, (-1, m)).permute(0, 2, 1, 3).flatten()
+        blocks: Tensor = values.unflatten(1, (-1, m)).unflatten(0, (-1, m))
+        return blocks.permute(0, 2, 1, 3).flatten()
 
 
 def deepstack_layers(config: HFConfig, depth: int) -> list[int]:

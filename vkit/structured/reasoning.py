@@ -37,8 +37,10 @@ class AfterReasoning:
         self._phase = self._first_phase
         self._tail = b""
         """What was written of the start mark, or the last bytes of the reasoning."""
-        self._history: list[tuple[_Phase, bytes, int]] = []
-        """Per token: phase and tail before it, and how many tokens the grammar was given for it."""
+        self._history: list[tuple[_Phase, bytes, list[int]]] = []
+        """Per token: phase and tail before it, and the tokens that the grammar was given for it."""
+        self._taken_back: list[list[int]] | None = None
+        """Per token before the one that began the reasoning: what the grammar had been given for it until then."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """Advance over the tokens; False when one of them is not allowed."""
@@ -63,7 +65,10 @@ class AfterReasoning:
         undone = self._history[-num_tokens:]
         del self._history[-num_tokens:]
         self._phase, self._tail, _ = undone[0]
-        num_inner = sum(count for _, _, count in undone)
+        if self._taken_back is not None and len(self._history) <= len(self._taken_back):
+            self._give_answer_again(self._taken_back)
+            return
+        num_inner = sum(len(inner) for _, _, inner in undone)
         if num_inner:
             self._grammar.rollback(num_inner)
 
@@ -92,63 +97,76 @@ class AfterReasoning:
         self._grammar.reset()
         self._phase, self._tail = self._first_phase, b""
         self._history.clear()
+        self._taken_back = None
 
     def _accept(self, token_id: int) -> bool:
-        before = (self._phase, self._tail)
-        num_inner = self._advance(token_id)
-        if num_inner is None:
+        before, taken_back = (self._phase, self._tail), self._taken_back
+        inner = self._advance(token_id)
+        if inner is None:
             self._phase, self._tail = before
+            if self._taken_back is not None and self._taken_back is not taken_back:
+                self._give_answer_again(self._taken_back)
             return False
-        self._history.append((*before, num_inner))
+        self._history.append((*before, inner))
         return True
 
-    def _advance(self, token_id: int) -> int | None:
-        """How many tokens the grammar took for this one; None when it is not allowed."""
+    def _advance(self, token_id: int) -> list[int] | None:
+        """The tokens that the grammar took for this one; None when it is not allowed."""
         if self._phase is _Phase.ANSWER:
-            return 1 if self._grammar.accept_tokens([token_id]) else None
+            return [token_id] if self._grammar.accept_tokens([token_id]) else None
         data = self._vocabulary.token_bytes[token_id] if 0 <= token_id < self._vocabulary.size else b""
         if self._phase is _Phase.REASONING:
             return self._reason(data)
         written = self._tail + data
         if data and self._start.startswith(written) and written != self._start:
             # Nothing is known yet. The grammar follows as far as it can, in case this is the answer.
-            num_inner = 1 if self._answer_may_begin_with_tail() and self._grammar.accept_tokens([token_id]) else 0
+            is_taken = self._answer_may_begin_with_tail() and self._grammar.accept_tokens([token_id])
             self._tail = written
-            return num_inner
+            return [token_id] if is_taken else []
         if written.startswith(self._start):
             self._take_back_answer()
             self._phase, self._tail = _Phase.REASONING, b""
             return self._reason(written[len(self._start) :])
         may_go_on = self._answer_may_begin_with_tail()
         self._phase, self._tail = _Phase.ANSWER, b""
-        return 1 if may_go_on and self._grammar.accept_tokens([token_id]) else None
+        return [token_id] if may_go_on and self._grammar.accept_tokens([token_id]) else None
 
-    def _reason(self, data: bytes) -> int | None:
+    def _reason(self, data: bytes) -> list[int] | None:
         """Look for the end mark; what follows it is given to the grammar."""
         text = self._tail + data
         place = text.find(self._end)
         if place < 0:
             self._tail = text[max(0, len(text) - len(self._end) + 1) :]
-            return 0
+            return []
         self._phase, self._tail = _Phase.ANSWER, b""
         answer = text[place + len(self._end) :].lstrip()
         if not answer:
-            return 0
+            return []
         token_ids = self._vocabulary.spell(answer)
         num_valid = len(self._grammar.validate_tokens(token_ids))
         if num_valid < len(token_ids):
             return None
         self._grammar.accept_tokens(token_ids)
-        return len(token_ids)
+        return token_ids
 
     def _answer_may_begin_with_tail(self) -> bool:
         """Whether the grammar took every token so far."""
-        return all(count for _, _, count in self._history)
+        return all(inner for _, _, inner in self._history)
 
     def _take_back_answer(self) -> None:
         """The output turned out to be reasoning: the grammar starts afresh."""
         self._grammar.reset()
-        self._history = [(phase, tail, 0) for phase, tail, _ in self._history]
+        self._taken_back = [inner for _, _, inner in self._history]
+        self._history = [(phase, tail, []) for phase, tail, _ in self._history]
+
+    def _give_answer_again(self, taken_back: list[list[int]]) -> None:
+        """The token that began the reasoning was undone: the grammar follows what is left, as it did before."""
+        self._taken_back = None
+        self._grammar.reset()
+        self._history = [
+            (phase, tail, inner) for (phase, tail, _), inner in zip(self._history, taken_back, strict=False)
+        ]
+        self._grammar.accept_tokens([token_id for _, _, inner in self._history for token_id in inner])
 
     def _allow_start_mark(self, row: Any) -> None:
         """Add the tokens that go on with the start mark."""

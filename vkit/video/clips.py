@@ -50,10 +50,10 @@ def clip_info(path: Path) -> ClipInfo:
         count, fps = 0, _rate(stream, path)
         for packet in container.demux(stream):
             count += packet.size > 0
-        first = next(_upright(container, stream, path, rewind=True), None)
-        if first is None:
+        shown = next(iter(_upright(container, stream, path, rewind=True)), None)
+        if shown is None:
             raise MediaError(f"{path}: it has no picture")
-        height, width = first.shape[:2]
+        height, width = shown.shape[:2]
         return ClipInfo(width, height, math.floor(count * TARGET_FPS / fps + 0.5), bool(container.streams.audio))
 
 

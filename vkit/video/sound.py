@@ -23,7 +23,8 @@ PCM, PCM_SCALE = 1, 32767
 def pcm16(wave: Wave) -> npt.NDArray[np.int16]:
     """Samples as 16-bit integers, halves rounded away from zero."""
     scaled = np.clip(wave.astype(np.float64), -1.0, 1.0) * PCM_SCALE
-    return np.trunc(scaled + np.copysign(0.5, scaled)).astype(np.int16)
+    rounded: npt.NDArray[np.int16] = np.trunc(scaled + np.copysign(0.5, scaled)).astype(np.int16)
+    return rounded
 
 
 def write_wav(path: Path, wave: Wave, sample_rate: int = SAMPLE_RATE) -> None:
@@ -113,7 +114,7 @@ def _samples(body: bytes, channels: int, rate: int, name: str) -> Wave:
     if count == 0:
         raise MediaError(f"{name}: it holds no sound")
     pcm = np.frombuffer(body, "<i2", count * channels).reshape(count, channels)
-    return pcm.astype(np.float32) / 32768
+    return pcm.astype(np.float32) / np.float32(32768)
 
 
 def _resampled(samples: Wave, rate: int) -> Wave:

@@ -18,7 +18,7 @@ from vkit.server.schema import (
     SamplingBody,
     Usage,
 )
-from vkit.types import RequestMetrics, SamplingParams
+from vkit.types import DraftCounts, RequestMetrics, SamplingParams
 
 MS = 1000.0
 
@@ -131,7 +131,22 @@ def timings(times: RequestMetrics, num_tokens: int) -> RequestTimings:
         queue_time_ms=span(times.arrival_time, times.first_scheduled_time),
         mean_itl_ms=None if decode is None or num_tokens < 2 else decode / (num_tokens - 1),
         tokens_per_second=None if not total else num_tokens * MS / total,
+        speculative_decoding=_drafts(times.drafts),
     )
+
+
+def _drafts(counts: DraftCounts) -> dict[str, float] | None:
+    """How speculation fared for one request; None where nothing was drafted."""
+    rate, length = counts.acceptance_rate, counts.mean_acceptance_length
+    if rate is None or length is None:
+        return None
+    return {
+        "num_drafts": counts.num_verifications,
+        "num_draft_tokens": counts.num_draft_tokens,
+        "num_accepted_tokens": counts.num_accepted_tokens,
+        "acceptance_rate": rate,
+        "mean_acceptance_length": length,
+    }
 
 
 def now() -> int:

@@ -308,7 +308,7 @@ class AudioVAE:
         for gain_name, direction_name in _NORM_SPELLINGS:
             if name + gain_name in self.files.names():
                 gain, direction = self._get(name + gain_name), self._get(name + direction_name)
-                norm = direction.flatten(1).norm(dim=1).view(-1, 1, 1)
+                norm: Tensor = direction.flatten(1).square().sum(1).sqrt().view(-1, 1, 1)
                 weight = gain * direction / norm
                 self._loaded[key] = weight
                 return weight

@@ -34,6 +34,7 @@ from vkit.video.h3.presentation import (
 from vkit.video.h3.text_tower import TextTower
 from vkit.video.h3.video_vae import VideoVAE, normalise_pixels
 from vkit.video.h3.vision import PatchShape, VisionTower, block_of, clip_size, features, image_size, patch_shape
+from vkit.video.h3.weights import Residency
 
 Check = Callable[[], None]
 """Called between units of work; raises to end it."""
@@ -138,20 +139,17 @@ def encode_text(
     """The conditioner's hidden states of a presentation."""
     assert model.encoder is not None
     dtype, device = model.encoder_dtype, model.residency.device
-    merged, deepstack = None, ()
+    merged: Tensor | None = None
+    deepstack: tuple[Tensor, ...] = ()
     shape = vision_shape(model, inputs)
     if len(shown.pads) and shape is not None:
         tower = VisionTower(model.encoder, device, dtype)
         merged, deepstack = tower([features(*part, shape) for part in _looks(inputs, shape)])
         del tower
         model.encoder.release_vision()
-    text = TextTower(model.encoder, model.residency, dtype)
-    try:
-        embeds = text(shown, merged, deepstack, None if on_layer is None else lambda index, _: on_layer(index))
-    finally:
-        text.free()
-        for index in range(model.encoder.config.num_layers):
-            model.encoder.release_layer(index)
+    # Every layer is used once: wherever the transformer's layers wait, these are read, used and let go.
+    text = TextTower(model.encoder, Residency(device, "disk"), dtype)
+    embeds = text(shown, merged, deepstack, None if on_layer is None else lambda index, _: on_layer(index))
     return TextRows(embeds, shown.tags)
 
 

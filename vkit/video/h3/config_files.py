@@ -29,19 +29,15 @@ def read_config(path: Path) -> dict[str, Any]:
     return value
 
 
-def beside(weights: Path, config: Path | None, what: str) -> Path:
-    """The configuration given, or `config.json` beside the weights or one folder above.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+def beside(weights: Path, config: Path | None) -> Path | None:
+    """The configuration given, or `config.json` beside the weights or one folder above; None: there is none."""
     if config is not None:
         return config / "config.json" if config.is_dir() else config
     folder = weights if weights.is_dir() else weights.parent
     for place in (folder, folder.parent) if weights.is_file() else (folder,):
         if (place / "config.json").is_file():
             return place / "config.json"
-    raise CheckpointError(f"{weights}: no config.json beside it", remedy=f"give the configuration of the {what}")
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from vkit.video.h3.audio_vae import AudioVAEConfig
 from vkit.video.h3.dit import NUM_TAGS, ROW_CHUNK
-from vkit.video.h3.dit_weights import DiTConfig
+from vkit.video.h3.dit_config import DiTConfig
 from vkit.video.h3.encoder_weights import EncoderConfig
 from vkit.video.h3.geometry import CLIP_FRAMES, CLIP_LATENTS, tiles
 from vkit.video.h3.video_vae import CHUNK_OVERLAP, count_chunks
@@ -65,8 +66,8 @@ def measured_speed(device: str, dtype: torch.dtype) -> Speed:
     return Speed(2 * size**3 / products, 4 * heads * length**2 * 128 / attention)
 
 
-def _best(run: object, device: str) -> float:
-    assert callable(run)
+def _best(run: Callable[[], object], device: str) -> float:
+    """Seconds of the fastest of a few calls, after one that does not count."""
     times = []
     for _ in range(4):
         if device != "cpu":

@@ -6,10 +6,8 @@ apart; [up; gate]), and GGUF files of the release's names. Everything is handed 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,12 @@ from vkit.errors import CheckpointError, ModelLoadError, UsageError
 from vkit.loaders.checkpoint import some_names
 from vkit.loaders.tensors import open_tensors
 from vkit.quantization import QuantizedTensor
-from vkit.video.h3.request import Partition, QkvLayout
+from vkit.video.h3.config_files import read_config
+from vkit.video.h3.dit_config import PATCH_VOLUME, DiTConfig
+from vkit.video.h3.request import QkvLayout
 from vkit.video.h3.weights import BlockWeight, Layer
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-PATCH_VOLUME = 4
 CURVE_TABLE = "adaln_t_table"
 
 SPLIT_NAMES = {
@@ -66,67 +65,6 @@ MATRICES = frozenset({"qkv", "out", "fc1", "fc2"})
 _BLOCK = re.compile(r"(token_refiner\.)?blocks\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True)
-class DiTConfig:
-    """Sizes, from the shapes of the tensors; what shapes do not tell, from the configuration or the released values."""
-
-    num_layers: int
-    token_refiner_num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    attention_head_dim: int
-    ffn_hidden_size: int
-    latents_dim: int
-    audio_latents_dim: int
-    text_dim: int
-    timestep_input_dim: int | None
-    """None in the curve form."""
-    time_embed_hidden_size: int | None
-    time_embed_dim: int
-    rope_inv_freq_len: int
-    adaln_curve_grid: int | None = None
-    """Length of the table of timestep embeddings, in the curve form."""
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    qk_norm_eps: float = 1e-5
-    final_norm_eps: float = 1e-5
-
-    @property
-    def attention_width(self) -> int:
-        """Width of all heads."""
-        return self.num_attention_heads * self.attention_head_dim
-
-    @property
-    def rope_width(self) -> int:
-        """Features of a head that are rotated."""
-        return 6 * self.rope_inv_freq_len
-
-    def as_params(self) -> dict[str, int]:
-        """The sizes under their published names, for display."""
-        return {
-            "num_layers": self.num_layers,
-            "token_refiner_num_layers": self.token_refiner_num_layers,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_attention_heads,
-            "attention_head_dim": self.attention_head_dim,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "latents_dim": self.latents_dim,
-            "audio_latents_dim": self.audio_latents_dim,
-            "patch_size_t": 1,
-            "patch_size_h": 2,
-            "patch_size_w": 2,
-            "text_dim": self.text_dim,
-            "timestep_input_dim": self.timestep_input_dim or 0,
-            "time_embed_hidden_size": self.time_embed_hidden_size or 0,
-            "time_embed_dim": self.time_embed_dim,
-            "adaln_out_features": 18 * self.hidden_size,
-            "final_adaln_out_features": 2 * self.hidden_size,
-            "rope_inv_freq_len": self.rope_inv_freq_len,
-            "video_row_width": PATCH_VOLUME * self.latents_dim,
-            "rope_rot_dim": self.rope_width,
-        }
-
-
 class DiTWeights:
     """The opened files of a diffusion transformer."""
 
@@ -147,7 +85,7 @@ class DiTWeights:
             raise UsageError(f"--qkv-layout {qkv_layout}: {path} keeps q, k and v apart, there is no order to choose")
         is_grouped = not self.is_split and self.files.is_sharded
         self.qkv_layout: QkvLayout = qkv_layout or ("grouped" if is_grouped else "contiguous")
-        given = _read_config(config or (path / "config.json" if path.is_dir() else None))
+        given = _given_config(path, config)
         self.config = self._derive(given)
         self._check_shapes()
         self._compare(given)
@@ -399,7 +337,7 @@ class DiTWeights:
             "rope_inv_freq_len": "rope_freq_dim",
         }
         for name, value in derived.items():
-            for key in (name, aliases.get(name)):
+            for key in (name, aliases.get(name, name)):
                 if key in given and given[key] != value:
                     raise CheckpointError(
                         f"{self.path}: the configuration says {key} = {given[key]!r:.60}, the tensors say {value}"
@@ -414,54 +352,10 @@ class DiTWeights:
         return weight.rows(order) if isinstance(weight, QuantizedTensor) else weight.index_select(0, order)
 
 
-def read_model_index(path: Path) -> dict[str, Any]:
-    """What `model_index.json` says of the model, beside the weights or one folder above; empty if nothing."""
-    folder = path if path.is_dir() else path.parent
-    for place in (folder, folder.parent):
-        index = place / "model_index.json"
-        if index.is_file():
-            value = _read_config(index).get("_minimax_h3", {})
-            if not isinstance(value, dict):
-                raise CheckpointError(f"{index}: _minimax_h3 is {value!r:.60}, expected an object")
-            return value
-    return {}
-
-
-def resolve_partition(path: Path, declared: Partition | None) -> Partition | None:
-    """The partition: what the index says, else the name of file or directory, else what was declared; None if untold.
-
-    Raises:
-        UsageError: the declaration contradicts the index or the name.
-    """
-    told: Partition | None = None
-    source = ""
-    in_index = read_model_index(path).get("partition")
-    if in_index is not None:
-        if in_index not in ("fl2va", "ref2va"):
-            raise CheckpointError(f"{path}: model_index.json says partition {in_index!r:.60}, expected fl2va or ref2va")
-        told, source = in_index, "model_index.json"
-    else:
-        name = path.name.lower()
-        spelled: list[Partition] = [part for part in ("fl2va", "ref2va") if part in name]
-        if len(spelled) == 1:
-            told, source = spelled[0], "the file name"
-        elif path.is_dir() and name in ("transformer", "transformer_ref"):
-            told, source = ("ref2va" if name.endswith("_ref") else "fl2va"), "the folder's name"
-    if declared is not None and told is not None and declared != told:
-        raise UsageError(f"--partition {declared}: {source} of {path} says {told}")
-    return declared or told
-
-
-def _read_config(path: Path | None) -> dict[str, Any]:
-    if path is None or not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+def _given_config(path: Path, config: Path | None) -> dict[str, Any]:
+    """The configuration given, or the one in the directory of the weights; empty if there is none."""
+    place = config or (path / "config.json" if path.is_dir() else None)
+    return read_config(place) if place is not None and place.is_file() else {}
 
 
 def _number(given: Mapping[str, Any], *names: str, default: int) -> int:

@@ -6,7 +6,7 @@ float64 and exact. Source: the released model's packing; positions are rotary co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -183,7 +183,11 @@ class _Packing:
         self._append(positions, np.full(len(positions), AUDIO, np.int64), kind)
 
     def finish(self) -> Layout:
-        positions, tags, kinds = (np.concatenate(part) for part in (self._positions, self._tags, self._kinds))
+        positions, tags, kinds = (
+            np.concatenate(self._positions),
+            np.concatenate(self._tags),
+            np.concatenate(self._kinds),
+        )
         body = np.arange(len(tags)) >= self._num_text
         video, audio = (np.flatnonzero(body & (tags == tag)) for tag in (VIDEO, AUDIO))
         return Layout(
@@ -226,11 +230,3 @@ def _axis(dim: int, size: LatentSize) -> Floats:
     step = ((low + ratio) - low) / count
     grid: Floats = (np.arange(count) * step + low) * GRID_SCALE
     return grid
-
-
-def video_row_order(size: LatentSize) -> Iterator[tuple[int, int, int]]:
-    """(frame, patch row, patch column) of every row: for tests and previews."""
-    for t in range(size.t):
-        for y in range(size.h // PATCH):
-            for x in range(size.w // PATCH):
-                yield t, y, x

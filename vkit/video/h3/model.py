@@ -12,15 +12,16 @@ from vkit.device import Device, find_device
 from vkit.errors import CheckpointError, InvalidRequest, ModelLoadError, UsageError
 from vkit.loaders.tensors import TensorFiles
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
-from vkit.video.h3.audio_vae import AudioVAE, audio_vae_config
+from vkit.video.h3.audio_vae import AudioVAE, AudioVAEConfig, audio_vae_config
 from vkit.video.h3.config_files import beside
-from vkit.video.h3.dit_weights import DiTWeights, resolve_partition
+from vkit.video.h3.dit_weights import DiTWeights
 from vkit.video.h3.encoder_weights import EncoderWeights
 from vkit.video.h3.geometry import CANVAS_STEP, LATENTS_PER_SECOND, SAMPLE_RATE
 from vkit.video.h3.layout import PATCH
+from vkit.video.h3.partition import resolve_partition
 from vkit.video.h3.request import TASKS_OF, Partition, Task, VideoModelPaths, VideoOptions
 from vkit.video.h3.video_vae import VideoVAE
-from vkit.video.h3.video_vae_config import video_vae_config
+from vkit.video.h3.video_vae_config import VideoVAEConfig, video_vae_config
 from vkit.video.h3.weights import Residency
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ def _video_vae(paths: VideoModelPaths, dit: DiTWeights, device: torch.device) ->
     if paths.video_vae is None:
         return None
     source = _source(paths.video_vae)
-    config = video_vae_config(beside(paths.video_vae, paths.video_vae_config, "video autoencoder"))
+    described = beside(paths.video_vae, paths.video_vae_config)
+    config = VideoVAEConfig() if described is None else video_vae_config(described)
     if config.latent_channels != dit.config.latents_dim:
         raise ModelLoadError(
             f"{paths.video_vae}: {config.latent_channels} latent channels, the transformer has {dit.config.latents_dim}"
@@ -163,7 +165,8 @@ def _audio_vae(paths: VideoModelPaths, dit: DiTWeights, device: torch.device) ->
     if paths.audio_vae is None:
         return None
     source = _source(paths.audio_vae)
-    config = audio_vae_config(beside(paths.audio_vae, paths.audio_vae_config, "sound autoencoder"))
+    described = beside(paths.audio_vae, paths.audio_vae_config)
+    config = AudioVAEConfig() if described is None else audio_vae_config(described)
     if config.latent_channels != dit.config.audio_latents_dim:
         raise ModelLoadError(
             f"{paths.audio_vae}: {config.latent_channels} latent channels, "

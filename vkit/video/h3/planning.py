@@ -186,7 +186,7 @@ class _Stages:
         dtype = self.model.encoder_dtype
         count = len(shown.token_ids)
         work = costs.text_work(encoder.config, count)
-        weights = 2 * encoder.layer_bytes()
+        weights = (1 if self.model.device.kind == "cpu" else 2) * encoder.layer_bytes()
         others = costs.text_activation_bytes(encoder.config, count, dtype.itemsize)
         shape = vision_shape(self.model, self.inputs)
         if shape is not None:
@@ -224,7 +224,9 @@ class _Stages:
         expanded = torch.bfloat16 if model.options.dequant_bf16 else None
         blocks = model.dit.block_bytes(expanded)
         if model.options.offload != "none":
-            blocks = 2 * blocks // (c.num_layers + c.token_refiner_num_layers)
+            # On a card the next layer is there before the last one goes; on the host a layer is a view of the file.
+            held = 1 if model.device.kind == "cpu" else 2
+            blocks = held * blocks // (c.num_layers + c.token_refiner_num_layers)
         tables = costs.modulation_bytes(c, timesteps, size)
         others = costs.dit_activation_bytes(c, self.rows.total, size)
         modulating = 18 * c.hidden_size * c.time_embed_dim * size

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vkit.errors import CheckpointError, InvalidRequest
+from vkit.errors import CheckpointError, InvalidRequest, VkitError
 from vkit.quantization import QuantizedTensor
 from vkit.video.errors import DiskSpaceError, VideoCancelled, VideoFailed
 from vkit.video.frames import frame_path, write_ppm
@@ -146,6 +146,7 @@ class _Run:
         self._seconds: dict[StageName, float] = {}
         self._forwards = 0
         self._loop_seconds = 0.0
+        self._loop_started = time.monotonic()
 
     def all(self) -> VideoResult:
         """Every stage in order."""
@@ -155,6 +156,9 @@ class _Run:
                 result = self._stages()
         except VideoCancelled:
             self._write_job("cancelled")
+            raise
+        except VkitError as error:
+            self._write_job("failed", error=str(error))
             raise
         self._write_job("succeeded", result)
         return result
@@ -239,20 +243,17 @@ class _Run:
         saved = last.step
         with self._stage("denoise", units, first=last.step * c.num_layers) as pace:
             try:
-                started = time.monotonic()
                 loop = denoise(
                     dit,
                     inputs,
                     schedule,
                     last,
-                    on_prepared=lambda _: self._check_cancelled(),
+                    on_prepared=lambda _: self._prepared(),
                     on_block=lambda _: self._block_done(pace, c.num_layers, schedule.num_forwards),
                 )
-                for state in loop:
+                for state in self._clocked(loop):
                     self._finite(state.video, f"step {state.step}", state.audio)
                     last = state
-                    self._forwards += 1
-                    self._loop_seconds = time.monotonic() - started
                     if state.step % self._options.checkpoint_every == 0 or state.step == schedule.num_forwards:
                         self._place.save_latents(state)
                         saved = state.step
@@ -264,6 +265,19 @@ class _Run:
             finally:
                 dit.free()
         return last
+
+    def _prepared(self) -> None:
+        """A block's modulation is there; steps are timed from the last of them on."""
+        self._check_cancelled()
+        self._loop_started = time.monotonic()
+
+    def _clocked(self, loop: Iterator[LoopState]) -> Iterator[LoopState]:
+        """The loop's states, the time of forward passes alone counted."""
+        for state in loop:
+            self._loop_seconds += time.monotonic() - self._loop_started
+            self._forwards += 1
+            yield state
+            self._loop_started = time.monotonic()
 
     def _frames(self, last: LoopState) -> int:
         vae, size = self._model.video_vae, self._inputs.size
@@ -360,7 +374,7 @@ class _Run:
         latent = rows.from_rows(video, target.t, target.h, target.w)
         return rows.denormalise(latent, torch.tensor(c.latents_mean), torch.tensor(c.latents_std), 0)
 
-    def _write_job(self, status: str, result: VideoResult | None = None) -> None:
+    def _write_job(self, status: str, result: VideoResult | None = None, error: str | None = None) -> None:
         job: dict[str, Any] = {
             "status": status,
             "model": "MiniMax-H3",
@@ -372,6 +386,8 @@ class _Run:
             "noise_aug": self._request.noise_aug,
             "plan": self._plan.as_dict(),
         }
+        if error is not None:
+            job["error"] = error
         if result is not None:
             job |= {
                 "output": None if result.output is None else str(result.output),

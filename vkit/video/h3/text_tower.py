@@ -55,10 +55,6 @@ class TextTower:
                 on_layer(index, x)
         return x.to(torch.float32).cpu()
 
-    def free(self) -> None:
-        """Let all weights go."""
-        self._layers.free()
-
     def _normed(self, x: Tensor, weight: BlockWeight) -> Tensor:
         assert isinstance(weight, Tensor)
         return rms_norm(x, weight, self.config.norm_eps)
