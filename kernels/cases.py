@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.paged import PagedBatch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -120,13 +121,17 @@ def _copied(value: Any) -> Any:
     if isinstance(value, PagedBatch):
         return replace(value, memo={})
     if not isinstance(value, Tensor):
-        return value
+        return value  # experts are only read
     return _all_memory(value).clone().as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def _widened(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.dtype == dtype:
         return _all_memory(value).float().as_strided(value.shape, value.stride(), value.storage_offset())
+    if isinstance(value, ExpertMatrix):
+        return replace(value, weights=tuple(weight.float() for weight in value.weights if isinstance(weight, Tensor)))
+    if isinstance(value, list):
+        return [_widened(item, dtype) for item in value]
     return _copied(value)
 
 
@@ -297,5 +302,25 @@ def _attentions() -> Iterator[Case]:
         )
 
 
-CASES: tuple[Case, ...] = (*_norms(), *_activations(), *_ropes(), *_writes(), *_attentions())
+def _expert_arguments(
+    s: Source, num_tokens: int, top_k: int, experts: int, sizes: tuple[int, int], parts: int
+) -> Arguments:
+    width, hidden = sizes
+    ids = torch.stack([torch.randperm(experts, generator=s.generator)[:top_k] for _ in range(num_tokens)])
+    weights = torch.rand(num_tokens, top_k, generator=s.generator).to(s.device)
+    gate_up = [s.normal(experts, 2 * hidden // parts, width) * width**-0.5 for _ in range(parts)]
+    down = s.normal(experts, width, hidden) * hidden**-0.5
+    matrices = [ExpertMatrix(tuple(matrix.unbind(0))) for matrix in (*gate_up, down)]
+    return s.normal(num_tokens, width), weights, ids.to(s.device), matrices[:-1], matrices[-1]
+
+
+def _experts() -> Iterator[Case]:
+    shapes = ((1, 2, 4, (24, 16), 1), (5, 3, 4, (40, 8), 2), (33, 1, 2, (72, 136), 2), (9, 4, 16, (16, 32), 1))
+    for shape in shapes:
+        for activation in ("silu", "gelu_tanh"):
+            build = _bind(lambda s, n, a: (*_expert_arguments(s, *n), a), shape, activation)
+            yield Case("run_experts", f"{shape}, {activation}", build)
+
+
+CASES: tuple[Case, ...] = (*_norms(), *_activations(), *_ropes(), *_writes(), *_attentions(), *_experts())
 """Every case of every op with a faster kernel."""

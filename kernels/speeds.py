@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.paged import PagedBatch
 
 REPEATS = 20
@@ -156,11 +157,28 @@ def works(device: torch.device, sizes: Sizes) -> Iterator[Work]:
         rope_bytes,
     )
     yield Work("write_kv", label, lambda: _write_arguments(s, normal, device), 4 * s.kv_heads * head_bytes)
+    yield _experts_work(s, normal, device)
     for batch in s.batches:
         yield _attention(s, normal, device, f"decode, {batch} x {s.context}", batch, 1, s.context)
     yield _attention(s, normal, device, f"prefill, {s.prompt}", 1, s.prompt, s.prompt)
 
 
+def _experts_work(s: Sizes, normal: Callable[..., Tensor], device: torch.device) -> Work:
+    width = s.intermediate // EXPERTS
+
+    def make() -> tuple[Any, ...]:
+        gate_up, down = normal(EXPERTS, 2 * width, s.hidden), normal(EXPERTS, s.hidden, width)
+        ids = torch.rand(s.num_tokens, EXPERTS, device=device).argsort(1)[:, :TOP_K].contiguous()
+        weights = torch.rand(s.num_tokens, TOP_K, device=device)
+        matrices = [ExpertMatrix(tuple(matrix.unbind(0))) for matrix in (gate_up, down)]
+        return normal(s.num_tokens, s.hidden), weights, ids, matrices[:1], matrices[1], "silu"
+
+    label = f"{s.num_tokens} tokens, {TOP_K} of {EXPERTS} experts of {s.hidden} x {width}"
+    return Work("run_experts", label, make, num_flop=6 * s.num_tokens * TOP_K * s.hidden * width)
+
+
+EXPERTS = 8
+TOP_K = 2
 BLOCK_SIZE = 16
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vkit.kernels.triton import activation, cache, norm, paged, rope
+from vkit.kernels.triton import activation, cache, experts, norm, paged, rope
 from vkit.kernels.triton.common import FLOATS, Ahead
 
 OPS: Mapping[str, Callable[..., Any]] = {
@@ -16,11 +16,12 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "qk_norm_rope": rope.qk_norm_rope,
     "rms_norm": norm.rms_norm,
     "rope": rope.rope,
+    "run_experts": experts.run_experts,
     "silu_and_mul": activation.silu_and_mul,
     "write_kv": paged.write_kv,
 }
 """Op name -> implementation, with the signature of the reference of that name."""
 
-AHEAD: tuple[Ahead, ...] = (*norm.AHEAD, *activation.AHEAD, *rope.AHEAD, *cache.AHEAD, *paged.AHEAD)
+AHEAD: tuple[Ahead, ...] = (*norm.AHEAD, *activation.AHEAD, *rope.AHEAD, *cache.AHEAD, *paged.AHEAD, *experts.AHEAD)
 
 __all__ = ["AHEAD", "FLOATS", "OPS"]

@@ -1,0 +1,64 @@
+"""Which experts the grouped kernel takes, and that what it remembers of them goes with them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+
+from vkit.kernels.experts import ExpertMatrix
+from vkit.kernels.reference import OPS as REFERENCE
+
+WEIGHTS, IDS = torch.tensor([[0.25, 0.75], [0.5, 0.5]]), torch.tensor([[0, 2], [1, 0]])
+
+
+def matrices(offset: int = 0) -> tuple[ExpertMatrix, ExpertMatrix]:
+    """Three experts of 8 x 4, whose weights begin `offset` entries into their memory."""
+    gate_up, down = torch.randn(3, 9, 8), torch.randn(3, 9, 4)
+    return (
+        ExpertMatrix(tuple(x.view(-1)[offset : offset + 64].view(8, 8) for x in gate_up)),
+        ExpertMatrix(tuple(x.view(-1)[offset : offset + 32].view(8, 4) for x in down)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("activation", "offset", "reason"),
+    [
+        ("relu2", 0, "the activation relu2"),
+        ("silu", 1, "experts that do not begin at a multiple of 16 bytes"),
+    ],
+)
+def test_what_it_does_not_take_is_left_to_the_reference_and_said_once(
+    activation: str, offset: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vkit.kernels.triton import experts
+
+    experts._reported.clear()
+    gate_up, down = matrices(offset)
+    if activation == "relu2":
+        gate_up = ExpertMatrix(tuple(weight[:4] for weight in gate_up.weights if isinstance(weight, torch.Tensor)))
+    x = torch.randn(2, 8)
+    with caplog.at_level(logging.WARNING, logger="vkit.kernels"):
+        for _ in range(2):
+            out = experts.run_experts(x, WEIGHTS, IDS, [gate_up], down, activation)
+    assert torch.equal(out, REFERENCE["run_experts"](x, WEIGHTS, IDS, [gate_up], down, activation))
+    assert [record.message for record in caplog.records] == [
+        f"run_experts: no triton kernel for {reason}; plain torch runs it"
+    ]
+
+
+def test_addresses_are_kept_as_long_as_the_matrix() -> None:
+    from vkit.kernels.triton import experts
+
+    gate_up, down = matrices()
+    x = torch.randn(2, 8)
+    first = experts.run_experts(x, WEIGHTS, IDS, [gate_up], down, "silu")
+    assert experts._addresses(down, x.device) is experts._addresses(down, x.device)
+    assert torch.equal(first, experts.run_experts(x, WEIGHTS, IDS, [gate_up], down, "silu"))
+    torch.testing.assert_close(first, REFERENCE["run_experts"](x, WEIGHTS, IDS, [gate_up], down, "silu"))
+    before = len(experts._known_addresses)
+    del gate_up, down
+    gc.collect()
+    assert len(experts._known_addresses) == before - 2
