@@ -251,6 +251,9 @@ class ApiFlags:
     ] = False
     disable_metrics: Annotated[bool, _api("--disable-metrics", help="Serve no /metrics.")] = False
     disable_docs: Annotated[bool, _api("--disable-docs", help="Serve no /docs and no /openapi.json.")] = False
+    trust_request_mm_kwargs: Annotated[
+        bool, _api("--trust-request-mm-kwargs", help="Requests may say how their images and videos are prepared.")
+    ] = False
     allowed_local_media_path: Annotated[
         list[Path] | None,
         _api(
@@ -508,6 +511,7 @@ def server_settings(
         repository_override=api.repository_override,
         video=video.settings(tuple(api.allowed_local_media_path or ())),
         video_openai_status=video.video_openai_status,
+        trust_request_mm_kwargs=api.trust_request_mm_kwargs,
         media_access=MediaAccess(
             allowed_domains=tuple(host.strip(".") for host in api.allowed_media_domains or ()),
             allowed_local_paths=tuple(api.allowed_local_media_path or ()),

@@ -331,6 +331,7 @@ complete -c vkit -n '__fish_seen_subcommand_from serve' -l disable-responses-sto
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l kv-cache-metrics -d 'Measure how long blocks of the KV cache live and idle.'
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l disable-metrics -d 'Serve no /metrics.'
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l disable-docs -d 'Serve no /docs and no /openapi.json.'
+complete -c vkit -n '__fish_seen_subcommand_from serve' -l trust-request-mm-kwargs -d 'Requests may say how their images and videos are prepared.'
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l allowed-local-media-path -r -F -d 'Requests may name files under this folder; may be given several times.'
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l allowed-media-domains -x -d 'Download media from this host and its subdomains alone; may be given several times.'
 complete -c vkit -n '__fish_seen_subcommand_from serve' -l repository-override -x -d 'What metadata and manifest report under this name.'

@@ -165,13 +165,21 @@ class AsyncLLM:
         """Most items of each kind in one prompt."""
         return self._inputs.media_limits
 
-    async def place_media(self, token_ids: list[int], multi_modal_data: Mapping[str, Any]) -> PlacedPrompt:
+    async def place_media(
+        self,
+        token_ids: list[int],
+        multi_modal_data: Mapping[str, Any],
+        *,
+        pixel_limits: tuple[int | None, int | None] = (None, None),
+    ) -> PlacedPrompt:
         """The prompt with its media in place, for `generate`; computed in a thread.
+
+        `pixel_limits`: least and most pixels of an item, in place of the model's own.
 
         Raises:
             InvalidRequest: media the model does not take, or that do not belong to the prompt's placeholders.
         """
-        return await asyncio.to_thread(self._inputs.place, token_ids, multi_modal_data)
+        return await asyncio.to_thread(self._inputs.place, token_ids, multi_modal_data, pixel_limits=pixel_limits)
 
     @property
     def embedding(self) -> EmbeddingForm | None:

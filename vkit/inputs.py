@@ -189,7 +189,8 @@ class InputProcessor:
         else:
             media = self._read_media(prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None)
             text, token_ids, cache_salt = self._read_prompt(prompt, cache_salt, options, has_media=bool(media))
-            placed = self._placed(self._truncated(token_ids, options, self.max_model_len - 1), media, options)
+            token_ids = self._truncated(token_ids, options, self.max_model_len - 1)
+            placed = self._placed(token_ids, media, options, self.media)
         token_ids = placed.token_ids
         self._check_prompt(placed, num_generated=1)
         self._check_params(params, options)
@@ -287,32 +288,45 @@ class InputProcessor:
             raise InvalidRequest("prompt: this engine has no tokenizer; pass prompt_token_ids", param="prompt")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
 
-    def place(self, token_ids: list[int], multi_modal_data: Mapping[str, Any]) -> PlacedPrompt:
+    def place(
+        self,
+        token_ids: list[int],
+        multi_modal_data: Mapping[str, Any],
+        *,
+        pixel_limits: tuple[int | None, int | None] = (None, None),
+    ) -> PlacedPrompt:
         """The prompt with the placeholders of its media replaced: all the work that media need before a step.
+
+        `pixel_limits`: least and most pixels of an item, in place of the model's own.
 
         Raises:
             InvalidRequest: media the model does not take, or that do not belong to the prompt's placeholders.
         """
-        return self._placed(token_ids, self._read_media(multi_modal_data), DEFAULT_PROMPT_OPTIONS)
+        processor = self.media
+        if processor is not None and pixel_limits != (None, None):
+            processor = processor.with_pixel_limits(*pixel_limits)
+        return self._placed(token_ids, self._read_media(multi_modal_data), DEFAULT_PROMPT_OPTIONS, processor)
 
     def _read_media(self, data: Any) -> list[Media]:
         if data is None:
             return []
         return checked_media(data, self.media.kinds if self.media is not None else (), self.media_limits)
 
-    def _placed(self, token_ids: list[int], media: list[Media], options: PromptOptions) -> PlacedPrompt:
+    def _placed(
+        self, token_ids: list[int], media: list[Media], options: PromptOptions, processor: MediaProcessor | None
+    ) -> PlacedPrompt:
         """The prompt with the placeholders of its media replaced."""
-        if self.media is None or not media:
+        if processor is None or not media:
             return PlacedPrompt(token_ids)
         if options.truncate_prompt_tokens is not None:
             raise InvalidRequest(
                 "truncate_prompt_tokens: a prompt with media cannot be cut", param="truncate_prompt_tokens"
             )
         checked_token_ids("prompt", token_ids, self.vocab_size)
-        items = [self.media.prepare(item) for item in media]
+        items = [processor.prepare(item) for item in media]
         if self.max_encoded_media is not None:
             self._check_encoded(items, self.max_encoded_media)
-        placed = self.media.place(token_ids, items)
+        placed = processor.place(token_ids, items)
         if self.max_whole_media is not None:
             for entry in placed.media:
                 if self.splits_media and not entry.item.sees_itself:

@@ -276,3 +276,28 @@ def test_the_library_takes_pictures_in_many_forms(llm, expected, tmp_path):
     for part in forms:
         (output,) = llm.chat([{"role": "user", "content": [part, text()]}], SamplingParams(**GREEDY))
         assert output.outputs[0].text == expected(1)
+
+
+def test_requests_say_how_media_are_prepared_where_they_may(start, model):
+    engine = AsyncLLM(EngineArgs(model=str(model), threads=1, cpu_precision="exact"))
+    process = start(engine, trust_request_mm_kwargs=True).ready()
+    url = "data:video/mp4;base64," + base64.b64encode(clip()).decode()
+    moving = asked({"type": "video_url", "video_url": {"url": url}})
+
+    def count(messages, **extra):
+        reply = httpx.post(f"{process.url}/tokenize", json={"messages": messages, **extra}, timeout=60)
+        return reply.json().get("count"), reply.json().get("error", {}).get("message", "")
+
+    still = asked(image_part(data_url(1)))
+    assert count(still, mm_processor_kwargs={"max_pixels": 256})[0] < count(still)[0]
+    few = count(moving, media_io_kwargs={"video": {"num_frames": 2}})[0]
+    assert few < count(moving, media_io_kwargs={"video": {"num_frames": 8}})[0]
+    for extra, words in (
+        ({"mm_processor_kwargs": {"size": 3}}, "mm_processor_kwargs.size"),
+        ({"mm_processor_kwargs": {"min_pixels": 0}}, "min_pixels"),
+        ({"mm_processor_kwargs": {"min_pixels": 900, "max_pixels": 100}}, "above max_pixels"),
+        ({"media_io_kwargs": {"video": {"fps": -1}}}, "media_io_kwargs.video.fps"),
+        ({"media_io_kwargs": {"video": {"fps": 1, "num_frames": 2}}}, "exclude"),
+        ({"media_io_kwargs": {"image": {}}}, "media_io_kwargs.image"),
+    ):
+        assert words in count(still, **extra)[1]

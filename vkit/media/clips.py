@@ -40,8 +40,12 @@ class VideoLimits:
 DEFAULT_LIMITS = VideoLimits()
 
 
-def decode_video(data: bytes, limits: VideoLimits = DEFAULT_LIMITS, *, wanted_fps: float = 2.0) -> VideoMedia:
+def decode_video(
+    data: bytes, limits: VideoLimits = DEFAULT_LIMITS, *, wanted_fps: float = 2.0, num_frames: int | None = None
+) -> VideoMedia:
     """The clip's frames at about `wanted_fps` a second, first and last among them, and which frames they are.
+
+    `num_frames`: so many frames instead, as far as there are.
 
     Raises:
         UnusableMedia: no video, a damaged one, one without a frame, or one above a limit.
@@ -56,16 +60,16 @@ def decode_video(data: bytes, limits: VideoLimits = DEFAULT_LIMITS, *, wanted_fp
     if len(data) > limits.max_bytes:
         raise UnusableMedia("video", f"it has {len(data)} bytes, at most {limits.max_bytes} are taken")
     try:
-        return _decode(av, data, limits, wanted_fps)
+        return _decode(av, data, limits, wanted_fps, num_frames)
     except av.FFmpegError as error:
         raise UnusableMedia("video", f"it is damaged ({error.strerror or error})") from None
     except (ValueError, OSError) as error:
         raise UnusableMedia("video", f"it cannot be read ({error})") from None
 
 
-def _decode(av: Any, data: bytes, limits: VideoLimits, wanted_fps: float) -> VideoMedia:
+def _decode(av: Any, data: bytes, limits: VideoLimits, wanted_fps: float, num_frames: int | None) -> VideoMedia:
     num_source, fps = _measure(av, data, limits)
-    chosen = chosen_frames(num_source, fps, wanted_fps=wanted_fps)
+    chosen = chosen_frames(num_source, fps, wanted_fps=wanted_fps, num_frames=num_frames)
     frames: list[NDArray[np.uint8]] = []
     wanted = iter(chosen)
     next_index = next(wanted)

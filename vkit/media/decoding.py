@@ -10,8 +10,10 @@ SPEECH_RATE = 16_000
 """Samples per second that towers of sound listen at."""
 
 
-def decode_media(kind: MediaKind, data: bytes) -> Media:
-    """What a file holds: an image, the frames of a video at 2 a second, or sound at 16 kHz, mono.
+def decode_media(kind: MediaKind, data: bytes, *, video_fps: float = 2.0, num_video_frames: int | None = None) -> Media:
+    """What a file holds: an image, the frames of a video at `video_fps` a second, or sound at 16 kHz, mono.
+
+    `num_video_frames`: so many frames of a video instead, as far as there are.
 
     Raises:
         UnusableMedia: no such medium, a damaged one, or one above a limit.
@@ -24,7 +26,7 @@ def decode_media(kind: MediaKind, data: bytes) -> Media:
     if kind == "video":
         from vkit.media.clips import decode_video
 
-        return decode_video(data)
+        return decode_video(data, wanted_fps=video_fps, num_frames=num_video_frames)
     from vkit.media.audio import decode_audio
 
     try:

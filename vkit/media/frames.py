@@ -45,6 +45,13 @@ def prepared_digest(media: Media, *rules: object) -> bytes:
     return hashlib.sha256(media.digest + repr(rules).encode()).digest()
 
 
+def no_pixel_limits() -> InvalidRequest:
+    """The error of models whose pictures have one size."""
+    return InvalidRequest(
+        "mm_processor_kwargs: min_pixels and max_pixels change nothing for this model", param="mm_processor_kwargs"
+    )
+
+
 def not_taken(kind: MediaKind, kinds: Sequence[MediaKind]) -> InvalidRequest:
     """The error that says which kinds a model takes."""
     return InvalidRequest(f"{kind}: this model takes text and {', '.join(kinds)}", param=kind)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vkit.errors import InvalidRequest
-from vkit.media.frames import not_taken, prepared_digest
+from vkit.media.frames import no_pixel_limits, not_taken, prepared_digest
 from vkit.media.inputs import MediaInput, PlacedPrompt
 from vkit.media.items import AudioMedia, ImageMedia, Media, MediaKind
 from vkit.media.placing import place_media
@@ -72,6 +73,10 @@ class GemmaMedia:
         if kind not in self.kinds or pad is None:
             raise not_taken(kind, self.kinds)
         return self.token_text(pad)
+
+    def with_pixel_limits(self, least: int | None, most: int | None) -> NoReturn:
+        """There are none: sizes follow from the model."""
+        raise no_pixel_limits()
 
     def prepare(self, media: Media) -> MediaInput:
         """Patches of the resized image, or frames of samples, and the tokens that take their rows."""

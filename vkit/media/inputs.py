@@ -82,6 +82,13 @@ class MediaProcessor(Protocol):
             InvalidRequest: it cannot be shown to this model (proportions, rate).
         """
 
+    def with_pixel_limits(self, least: int | None, most: int | None) -> MediaProcessor:
+        """The same with other limits on the pixels of an item; None leaves a limit as it is.
+
+        Raises:
+            InvalidRequest: this model has none, or the least is above the most.
+        """
+
     def place(self, token_ids: Sequence[int], items: Sequence[MediaInput]) -> PlacedPrompt:
         """The prompt with every placeholder replaced; items of one kind belong to its placeholders in order.
 

@@ -9,11 +9,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vkit.media.frames import fps_of, not_taken, padded_frames, prepared_digest, shown_frames
+from vkit.media.frames import fps_of, no_pixel_limits, not_taken, padded_frames, prepared_digest, shown_frames
 from vkit.media.inputs import MediaInput, PlacedPrompt
 from vkit.media.items import AudioMedia, ImageMedia, Media, MediaKind, VideoMedia
 from vkit.media.placing import place_media
@@ -70,6 +71,10 @@ class MuseMedia:
         if kind == "audio":
             raise not_taken(kind, self.kinds)
         return self.token_text(self.marks.image if kind == "image" else self.marks.video)
+
+    def with_pixel_limits(self, least: int | None, most: int | None) -> NoReturn:
+        """There are none: sizes follow from the model."""
+        raise no_pixel_limits()
 
     def prepare(self, media: Media) -> MediaInput:
         """Patches of the resized frames, spread over -1..1, and the tokens that take their rows."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vkit.errors import ModelLoadError
+from vkit.errors import InvalidRequest, ModelLoadError
 from vkit.media.frames import fps_of, not_taken, padded_frames, prepared_digest, shown_frames
 from vkit.media.inputs import MediaInput, PlacedPrompt
 from vkit.media.items import AudioMedia, ImageMedia, Media, MediaKind, VideoMedia
@@ -29,6 +29,20 @@ class PixelRules:
     max_pixels: int
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    def limited(self, least: int | None, most: int | None) -> PixelRules:
+        """These rules with other limits; None leaves one as it is.
+
+        Raises:
+            InvalidRequest: the least is above the most.
+        """
+        made = replace(self, min_pixels=least or self.min_pixels, max_pixels=most or self.max_pixels)
+        if made.min_pixels > made.max_pixels:
+            raise InvalidRequest(
+                f"mm_processor_kwargs: min_pixels {made.min_pixels} is above max_pixels {made.max_pixels}",
+                param="mm_processor_kwargs",
+            )
+        return made
 
     def updated(self, config: Mapping[str, Any], where: str) -> PixelRules:
         """These rules with what a preprocessor configuration says otherwise.
@@ -103,6 +117,12 @@ class QwenMedia:
         if pad is None:
             raise not_taken(kind, self.kinds)
         return "".join(map(self.token_text, (self.marks.vision_start, pad, self.marks.vision_end)))
+
+    def with_pixel_limits(self, least: int | None, most: int | None) -> QwenMedia:
+        """The same with other limits on the pixels of an image, and of all frames of a video."""
+        return replace(
+            self, image_rules=self.image_rules.limited(least, most), video_rules=self.video_rules.limited(least, most)
+        )
 
     def prepare(self, media: Media) -> MediaInput:
         """Patches of the resized frames, normalised, and the tokens that take their rows."""

@@ -50,9 +50,18 @@ def fitted_size(
 
 
 def chosen_frames(
-    total: int, fps: float, *, wanted_fps: float = 2.0, min_frames: int = 4, max_frames: int = 768
+    total: int,
+    fps: float,
+    *,
+    wanted_fps: float = 2.0,
+    min_frames: int = 4,
+    max_frames: int = 768,
+    num_frames: int | None = None,
 ) -> list[int]:
-    """The frames of a clip of `total` that a model sees: `wanted_fps` per second, evenly spread, first and last in."""
+    """The frames of a clip of `total` that a model sees: `wanted_fps` per second, evenly spread, first and last in.
+
+    `num_frames`: so many instead, as far as there are.
+    """
     wanted = int(total / fps * wanted_fps)
-    count = min(max(wanted, min_frames), max_frames, total)
+    count = min(max(wanted, min_frames) if num_frames is None else num_frames, max_frames, total)
     return [int(index) for index in np.linspace(0, total - 1, count).round()]

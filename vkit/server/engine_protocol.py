@@ -126,7 +126,13 @@ class Engine(Protocol):
     def media_limits(self) -> MediaLimits:
         """Most items of each kind in one prompt."""
 
-    async def place_media(self, token_ids: list[int], multi_modal_data: Mapping[str, Any]) -> PlacedPrompt:
+    async def place_media(
+        self,
+        token_ids: list[int],
+        multi_modal_data: Mapping[str, Any],
+        *,
+        pixel_limits: tuple[int | None, int | None] = (None, None),
+    ) -> PlacedPrompt:
         """The prompt with its media in place, for `generate`.
 
         Raises:

@@ -27,6 +27,63 @@ MEDIA_PARTS: Mapping[str, MediaKind] = {
 }
 """Part type -> what it brings."""
 
+
+@dataclass(frozen=True, slots=True)
+class MediaOptions:
+    """How a request wants its media prepared."""
+
+    video_fps: float | None = None
+    num_video_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    @property
+    def decodes_videos_anew(self) -> bool:
+        """Whether other frames of a video are looked at than usual."""
+        return self.video_fps is not None or self.num_video_frames is not None
+
+
+DEFAULT_OPTIONS = MediaOptions()
+
+
+def media_options(processor: Json | None, media_io: Json | None, *, is_trusted: bool) -> MediaOptions:
+    """What a request's `mm_processor_kwargs` and `media_io_kwargs` ask for.
+
+    Raises:
+        Problem: 400 naming what is not known, not a number, or not allowed here.
+    """
+    for name, value in (("mm_processor_kwargs", processor), ("media_io_kwargs", media_io)):
+        if value and not is_trusted:
+            raise bad_request(f"{name}: this server was started without --trust-request-mm-kwargs", name)
+    pixels = dict(processor or {})
+    found = [_whole("mm_processor_kwargs", pixels, key) for key in ("min_pixels", "max_pixels")]
+    groups = dict(media_io or {})
+    video = groups.pop("video", None) or {}
+    for where, left in (("mm_processor_kwargs", pixels), ("media_io_kwargs", groups)):
+        if left:
+            raise bad_request(f"{where}.{clip(next(iter(left)))}: not known here", where)
+    if not isinstance(video, dict):
+        raise bad_request("media_io_kwargs.video: expected an object", "media_io_kwargs")
+    video = dict(video)
+    num_frames, fps = _whole("media_io_kwargs.video", video, "num_frames"), video.pop("fps", None)
+    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 1000):
+        raise bad_request(f"media_io_kwargs.video.fps: expected a positive number, got {clip(fps)}", "media_io_kwargs")
+    if video:
+        raise bad_request(f"media_io_kwargs.video.{clip(next(iter(video)))}: not known here", "media_io_kwargs")
+    if fps is not None and num_frames is not None:
+        raise bad_request("media_io_kwargs.video: fps and num_frames exclude each other", "media_io_kwargs")
+    return MediaOptions(None if fps is None else float(fps), num_frames, *found)
+
+
+def _whole(where: str, values: Json, key: str) -> int | None:
+    value = values.pop(key, None)
+    if value is not None and (type(value) is not int or value < 1):
+        raise bad_request(
+            f"{where}.{key}: expected a positive whole number, got {clip(value)}", where.partition(".")[0]
+        )
+    return value
+
+
 NAMED_BYTES = 1 << 28
 """Memory for media that requests gave a name to."""
 
@@ -142,16 +199,18 @@ class MediaReader:
         self._access = access
         self._named = NamedMedia()
 
-    async def read(self, references: Sequence[MediaReference]) -> list[Media]:
+    async def read(self, references: Sequence[MediaReference], options: MediaOptions = DEFAULT_OPTIONS) -> list[Media]:
         """The media, in order.
 
         Raises:
             Problem: 400, 403 or 422 naming the part.
         """
-        return list(await asyncio.gather(*(self._one(reference) for reference in references)))
+        return list(await asyncio.gather(*(self._one(reference, options) for reference in references)))
 
-    async def _one(self, reference: MediaReference) -> Media:
+    async def _one(self, reference: MediaReference, options: MediaOptions) -> Media:
         kind, uuid = reference.kind, reference.uuid
+        if uuid is not None and kind == "video" and options.decodes_videos_anew:
+            raise bad_request(f"{reference.where}.uuid: a named video is decoded as usual", f"{reference.where}.uuid")
         is_download = reference.url is not None and reference.url[:4].lower() == "http"
         if uuid is not None and reference.base64_data is None and (reference.url is None or is_download):
             known = self._named.get(kind, uuid)
@@ -164,7 +223,13 @@ class MediaReader:
                 )
         try:
             data = await self._bytes(reference)
-            item = await asyncio.to_thread(decode_media, kind, data)
+            item = await asyncio.to_thread(
+                decode_media,
+                kind,
+                data,
+                video_fps=options.video_fps or 2.0,
+                num_video_frames=options.num_video_frames,
+            )
         except InvalidRequest as error:
             raise media_problem(error, reference.where) from None
         if uuid is not None:
@@ -186,7 +251,11 @@ def media_problem(error: InvalidRequest, where: str) -> Problem:
 
 
 async def place_media(
-    engine: Engine, reader: MediaReader, token_ids: list[int], references: Sequence[MediaReference]
+    engine: Engine,
+    reader: MediaReader,
+    token_ids: list[int],
+    references: Sequence[MediaReference],
+    options: MediaOptions = DEFAULT_OPTIONS,
 ) -> PlacedPrompt | None:
     """The prompt with its media in place; None without media.
 
@@ -196,6 +265,7 @@ async def place_media(
     """
     if not references:
         return None
-    items = await reader.read(references)
+    items = await reader.read(references, options)
     data = {kind: [item for item in items if item.kind == kind] for kind in KINDS}
-    return await engine.place_media(token_ids, {kind: listed for kind, listed in data.items() if listed})
+    given = {kind: listed for kind, listed in data.items() if listed}
+    return await engine.place_media(token_ids, given, pixel_limits=(options.min_pixels, options.max_pixels))

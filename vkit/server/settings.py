@@ -115,6 +115,8 @@ class ServerSettings:
     """Whether jobs call their status what OpenAI calls it."""
     media_access: MediaAccess = field(default_factory=MediaAccess)
     """Where the media of requests may come from."""
+    trust_request_mm_kwargs: bool = False
+    """Whether requests may say how their media are prepared."""
     shutdown_timeout_s: float = 30.0
 
     @property

@@ -12,7 +12,7 @@ from litestar.response.base import Response
 from vkit.media import PlacedPrompt
 from vkit.server.call import Call
 from vkit.server.inference import Choice, Delta, EnginePrompt, Run, best_choices
-from vkit.server.media import MediaReference, check_references, place_media
+from vkit.server.media import MediaOptions, MediaReference, check_references, media_options, place_media
 from vkit.server.openai.beam import beam_search
 from vkit.server.openai.completions import log_outputs
 from vkit.server.openai.logprobs import LogprobWriter, prompt_logprobs
@@ -29,6 +29,7 @@ from vkit.server.openai.schemas import (
     ChatReply,
     FunctionCall,
     FunctionDelta,
+    TokenizeBody,
     ToolCallChunk,
     ToolCallReply,
 )
@@ -220,7 +221,9 @@ async def _with_media(
     for name in ("truncate_prompt_tokens", "use_beam_search"):
         if getattr(body, name):
             raise bad_request(f"{name}: cannot be combined with media", name)
-    placed = await call.while_connected(place_media(engine, call.state.media, token_ids, chat.media))
+    placed = await call.while_connected(
+        place_media(engine, call.state.media, token_ids, chat.media, asked_media_options(call, body))
+    )
     assert placed is not None, "there are media"
     return placed.token_ids, placed
 
@@ -240,22 +243,22 @@ def _check_flags(call: Call, body: ChatBody) -> None:
                 raise bad_request(f"use_beam_search: cannot be combined with {name}", "use_beam_search")
     elif body.length_penalty is not None:
         raise bad_request("length_penalty: only used with use_beam_search", "length_penalty")
-    check_media_kwargs(body.mm_processor_kwargs, body.media_io_kwargs)
+    asked_media_options(call, body)
     check_template_source(call, body.chat_template)
     for name in ("mm_payload", "return_mm_kwargs"):
         if getattr(body, name) is not None:
             call.ignored.append(name)
 
 
-def check_media_kwargs(processor: Json | None, media_io: Json | None) -> None:
-    """Refuse arguments for media processing.
+def asked_media_options(call: Call, body: ChatBody | TokenizeBody) -> MediaOptions:
+    """How the request wants its media prepared.
 
     Raises:
         Problem: 400.
     """
-    for name, value in (("mm_processor_kwargs", processor), ("media_io_kwargs", media_io)):
-        if value:
-            raise bad_request(f"{name}: not accepted by this server", name)
+    return media_options(
+        body.mm_processor_kwargs, body.media_io_kwargs, is_trusted=call.settings.trust_request_mm_kwargs
+    )
 
 
 def check_template_source(call: Call, template: str | None) -> None:

@@ -9,8 +9,8 @@ from litestar.response.base import Response
 from vkit.server.call import Call
 from vkit.server.media import place_media
 from vkit.server.openai.chat import (
+    asked_media_options,
     chat_prompt,
-    check_media_kwargs,
     check_template_source,
 )
 from vkit.server.openai.schemas import ChatBody, DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply
@@ -41,7 +41,7 @@ async def _chat_ids(call: Call, body: TokenizeBody) -> list[int]:
         call.ignored.append("prompt")
     if body.add_generation_prompt and body.continue_final_message:
         raise bad_request("continue_final_message: contradicts add_generation_prompt: true", "continue_final_message")
-    check_media_kwargs(body.mm_processor_kwargs, body.media_io_kwargs)
+    options = asked_media_options(call, body)
     check_template_source(call, body.chat_template)
     tools = check_tools(body.tools)
     chat = ChatBody(
@@ -56,7 +56,7 @@ async def _chat_ids(call: Call, body: TokenizeBody) -> list[int]:
     prompt = chat_prompt(call, chat, ToolUse(tools=tools, offered=tools))
     text = await render_chat(engine, prompt, engine.compile_template)
     ids = await encode_rendered(engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
-    placed = await call.while_connected(place_media(engine, call.state.media, ids, prompt.media))
+    placed = await call.while_connected(place_media(engine, call.state.media, ids, prompt.media, options))
     return ids if placed is None else placed.token_ids
 
 
