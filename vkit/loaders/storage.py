@@ -17,7 +17,7 @@ _mappings: weakref.WeakSet[MappedFile] = weakref.WeakSet()
 
 
 def file_range(tensor: torch.Tensor) -> tuple[Path, int, int] | None:
-    """(file, offset, bytes) of a contiguous view of a mapped file; None for any other tensor."""
+    """(file, offset, bytes) of a contiguous view of an open mapped file; None for any other tensor."""
     start, size = tensor.data_ptr(), tensor.nbytes
     for mapped in list(_mappings):
         offset = start - mapped.address
@@ -97,6 +97,7 @@ class MappedFile:
     def close(self) -> None:
         """Forget the mapping; the last tensor that views it unmaps it."""
         self._mapping = None
+        _mappings.discard(self)  # another file may come to lie at this address
 
 
 class ReadFile:
