@@ -39,7 +39,7 @@ Tensors = Callable[[str], dict[str, torch.Tensor]]
 def test_every_name_is_covered() -> None:
     without_experts = {"nemotron_h"}
     assert set(FAMILIES.values()) | without_experts == set(ARCHITECTURE_OF.values()) | {"nemotron_h_moe"}
-    assert set(FAMILIES.values()) | without_experts | {"mistral3"} == set(ARCHITECTURES)
+    assert set(FAMILIES.values()) | without_experts | {"mistral3", "qwen3vl"} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

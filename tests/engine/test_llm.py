@@ -226,6 +226,7 @@ class Broken(FakeRunner):
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_failing_device_ends_everyone_and_nobody_hangs(async_scheduling: bool) -> None:
+    before = set(threading.enumerate())
     llm = open_llm(Broken(3), async_scheduling=async_scheduling)
     with pytest.raises(EngineDeadError, match="RuntimeError: the device is gone"):
         llm.generate(["a", "b"], GREEDY)
@@ -237,7 +238,7 @@ def test_a_failing_device_ends_everyone_and_nobody_hangs(async_scheduling: bool)
         with pytest.raises(EngineDeadError):
             call()
     llm.close()
-    assert not any(thread.name.startswith("vkit") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("vkit") for thread in set(threading.enumerate()) - before)
 
     async def run() -> None:
         engine = open_async(Broken(3), async_scheduling=async_scheduling)
@@ -267,6 +268,7 @@ def test_closing_is_clean_and_may_be_repeated() -> None:
 
 
 def test_engines_can_be_made_and_thrown_away_without_leaving_anything() -> None:
+    before = set(threading.enumerate())
     runners = []
     for _ in range(20):
         runner = FakeRunner(FULL, 400, 4, vocab_size=258)
@@ -276,7 +278,7 @@ def test_engines_can_be_made_and_thrown_away_without_leaving_anything() -> None:
     del llm, runner
     gc.collect()
     assert all(runner() is None for runner in runners)
-    assert not any(thread.name.startswith("vkit") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("vkit") for thread in set(threading.enumerate()) - before)
 
 
 def test_control_reaches_the_engine() -> None:

@@ -257,9 +257,10 @@ def test_rope_scaling(loaded: Checkpoint, case: Case) -> None:
 
 
 def test_every_architecture_has_a_case() -> None:
-    """Those whose layers differ are tested through the converter (tests/conversion), against logits."""
+    """Those whose layers differ are tested through the converter (tests/conversion), qwen3vl beside its tower
+    (tests/loaders/test_mmproj.py), against logits."""
     mixed = {name for name, item in ARCHITECTURES.items() if item.config.__module__.endswith("_mixed")}
-    assert {case.arch for case in CASES} | {"qwen35"} | mixed == set(ARCHITECTURES)
+    assert {case.arch for case in CASES} | {"qwen35", "qwen3vl"} | mixed == set(ARCHITECTURES)
 
 
 def test_qwen35() -> None:

@@ -36,8 +36,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[str]]:
     log = tmp_path_factory.mktemp("served") / "log"
     command = [sys.executable, "-m", "vkit", "serve", "--model", str(model.path), "--host=127.0.0.1", "--port=0"]
     env = {key: value for key, value in os.environ.items() if not key.startswith("VKIT_")}
+    drafts = '--speculative-config={"method": "ngram", "num_speculative_tokens": 2}'
     with log.open("w") as sink:
-        process = subprocess.Popen([*command, "--threads=1"], stderr=sink, env=env)
+        process = subprocess.Popen([*command, "--threads=1", drafts], stderr=sink, env=env)
     try:
         url = _ready(process, log)
         body = {"prompt": "hello", "max_tokens": 3}
