@@ -18,6 +18,8 @@ from vkit.inputs import InputProcessor
 from vkit.loading import check_model
 from vkit.types import OutputKind, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"

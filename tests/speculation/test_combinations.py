@@ -30,6 +30,8 @@ from vkit.speculation.ngram import NgramProposer
 from vkit.speculation.support import check_plugins, check_processors
 from vkit.types import FinishReason, OutputKind, RepetitionDetection, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = byte_tokenizer(["ab", "cd", "the "])
 VOCAB = TOKENIZER.vocab_size
 

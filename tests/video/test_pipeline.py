@@ -28,6 +28,8 @@ from vkit.video.h3.tiny import main
 from vkit.video.mux import MuxJob, in_process_muxer
 from vkit.video.sound import read_sound
 
+pytestmark = pytest.mark.slow
+
 SHORT = VideoRequest(prompt="a lighthouse", num_frames=22, width=64, height=64, steps=4)
 
 

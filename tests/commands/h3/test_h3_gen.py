@@ -18,6 +18,8 @@ import pytest
 from vkit.video.frames import frame_path, read_picture
 from vkit.video.h3.request import VideoModelPaths
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., Any]
 Line = Callable[..., list[str]]
 

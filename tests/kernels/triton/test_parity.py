@@ -8,6 +8,8 @@ import torch
 from vkit.kernels.cases import CASES, DTYPES, Case, judge
 from vkit.kernels.reference import OPS as REFERENCE
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 _NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 

@@ -214,7 +214,7 @@ async def test_conditioning_follows_from_the_inputs(studio, tmp_path):
     clips = tmp_path / "clips"
     clips.mkdir()
     (clips / "a.mp4").write_bytes(b"clip")
-    made = studio(readable=(clips,))
+    made = studio(readable=(clips,), max_queued=9)
     data = "data:audio/wav;base64," + base64.b64encode(b"RIFF....WAVE").decode()
     image = "data:image/png;base64," + base64.b64encode(PNG).decode()
     await made.create(input_reference=image)
