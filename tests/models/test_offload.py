@@ -224,7 +224,12 @@ def test_slowness_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         ({"uva": {"cpu_offload": 1}}, "unknown key 'cpu_offload', did you mean cpu_offload_gb"),
         ({"uvaa": {}}, "unknown key 'uvaa', did you mean uva"),
         ({"uva": {"cpu_offload_gb": 1, "cpu_offload_params": "x"}}, "expected a list of name segments"),
-        ({"offload_backend": "uva"}, "must be above 0"),
+        ({"offload_backend": "uva"}, "uva.cpu_offload_gb: must be above 0"),
+        ({"offload_backend": "prefetch"}, "prefetch.offload_group_size: must be above 0"),
+        ({}, "asks for nothing"),
+        ("{}", "asks for nothing"),
+        ({"prefetch": {}}, "asks for nothing"),
+        ({"uva": {"cpu_offload_gb": 0}}, "asks for nothing"),
         (
             {"offload_backend": "uva", "uva": {"cpu_offload_gb": 1}, "prefetch": {"offload_params": ["a"]}},
             r"prefetch\.offload_params: the backend is uva, which does not use it",
@@ -239,11 +244,6 @@ def test_slowness_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 def test_offload_settings_that_cannot_be(value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EngineArgs(model="m", offload_config=value)
-
-
-def test_nothing_asked_is_nothing_done() -> None:
-    assert OffloadConfig.parse({}).backend == "none"
-    assert answers("llama", offload_config={}) == answers("llama")
 
 
 MEASURE = """
