@@ -36,7 +36,7 @@ from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.kv_transfer import KVTransferConfig
-from vkit.layers import AdapterSwitch
+from vkit.layers import AdapterSwitch, Experts
 from vkit.layers.streaming import FileReader
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
@@ -566,6 +566,10 @@ def _offload_plan(
 ) -> OffloadPlan:
     top_k = HFConfig(checkpoint.config).optional_integer(*_TOP_K_KEYS)
     if experts is not None and top_k is None:
+        if not any(isinstance(module, Experts) for _, module in model.walk()):
+            raise UsageError(
+                f"--moe-expert-cache: {checkpoint.name} has no routed experts", remedy="leave the flag out"
+            )
         raise UsageError(f"--moe-expert-cache: {checkpoint.name} does not say how many experts a token chooses")
     return plan_offload(model, checkpoint, offload, experts, top_k or 1)
 
