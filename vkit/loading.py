@@ -29,7 +29,7 @@ from vkit.config import (
     resolve_dtype,
     resolve_kv_cache_dtype,
 )
-from vkit.connectors import cache_identity, make_connector
+from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
@@ -434,6 +434,8 @@ def check_model(args: EngineArgs) -> CheckedModel:
         require_backend("--structured-outputs-backend")
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
+    if isinstance(args.kv_transfer_config, KVTransferConfig):
+        check_connector_name(args.kv_transfer_config.kv_connector)
     device = find_device(args.device)
     checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
     if args.mmproj is not None:
