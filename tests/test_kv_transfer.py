@@ -13,6 +13,7 @@ from vkit.config import EngineArgs
 from vkit.connectors import _registered, known_connectors, make_connector
 from vkit.errors import UsageError
 from vkit.kv_transfer import KVTransferConfig
+from vkit.loading import check_model
 
 GOOD = {"kv_connector": "FileConnector", "kv_role": "kv_both"}
 
@@ -40,7 +41,11 @@ def test_defaults_and_text() -> None:
         ({}, "kv_connector is required"),
         ({"kv_connector": "FileConnector"}, "kv_role is required"),
         ({**GOOD, "kv_connector": 3}, "kv_connector: expected a non-empty string"),
-        ({**GOOD, "kv_role": "both"}, "kv_role: expected one of kv_producer, kv_consumer, kv_both"),
+        (
+            {**GOOD, "kv_role": "both"},
+            r"kv_role: unknown role 'both', did you mean kv_both\? \(expected one of kv_producer, kv_consumer",
+        ),
+        ({**GOOD, "kv_role": "zzz"}, r"kv_role: unknown role 'zzz' \(expected one of"),
         ({**GOOD, "kv_load_failure_policy": "ignore"}, "kv_load_failure_policy: expected one of fail, recompute"),
         ({**GOOD, "kv_conector": "x"}, "unknown key 'kv_conector', did you mean kv_connector"),
         ({**GOOD, "kv_parallel_size": 2}, "kv_parallel_size is known but not implemented"),
@@ -58,6 +63,12 @@ def test_an_unknown_connector_lists_the_known() -> None:
     config = KVTransferConfig("Nope", "kv_both")
     with pytest.raises(UsageError, match=r"unknown connector 'Nope'.*FileConnector"):
         make_connector(context_of(config))
+
+
+def test_an_unknown_connector_is_refused_before_the_model_is_looked_at() -> None:
+    settings = {**GOOD, "kv_connector": "fileconector"}
+    with pytest.raises(UsageError, match="unknown connector 'fileconector', did you mean FileConnector"):
+        check_model(EngineArgs(model="/no/such/model", kv_transfer_config=settings))
 
 
 def test_a_registered_connector_is_built_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:

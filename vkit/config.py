@@ -649,7 +649,7 @@ def offload_notes(
         UsageError: a device where they cannot.
     """
     notes = []
-    offloads = offload is not None and offload.backend != "none"
+    offloads = offload is not None
     if device.kind != "cpu" and (offloads or experts is not None):
         raise UsageError(f"{FLAG if offloads else EXPERT_FLAG}: only with --device cpu so far")
     if offloads:

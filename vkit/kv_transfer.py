@@ -62,7 +62,10 @@ class KVTransferConfig:
         connector = _text(given, "kv_connector")
         role = _text(given, "kv_role")
         if role not in KV_ROLES:
-            raise UsageError(f"{FLAG}: kv_role: expected one of {', '.join(KV_ROLES)}; got {role!r}")
+            raise UsageError(
+                f"{FLAG}: kv_role: unknown role {role!r}{closest(role, KV_ROLES)}",
+                remedy=f"expected one of {', '.join(KV_ROLES)}",
+            )
         policy = _text(given, "kv_load_failure_policy", "fail")
         if policy not in LOAD_FAILURE_POLICIES:
             raise UsageError(
@@ -159,9 +162,14 @@ def refuse_unknown(place: str, given: Collection[str], known: Collection[str]) -
     """
     for key in given:
         if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            hint = f", did you mean {close[0]}?" if close else ""
-            raise UsageError(f"{place}: unknown key {key!r}{hint}", remedy=f"keys: {', '.join(known)}")
+            raise UsageError(f"{place}: unknown key {key!r}{closest(key, known)}", remedy=f"keys: {', '.join(known)}")
+
+
+def closest(name: str, known: Collection[str]) -> str:
+    """What to add to an error about `name`: the known name most like it, in whatever case; nothing where none is."""
+    by_lower = {item.lower(): item for item in known}
+    found = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f", did you mean {by_lower[found[0]]}?" if found else ""
 
 
 def _object(value: object) -> dict[str, Any]:

@@ -29,14 +29,14 @@ from vkit.config import (
     resolve_dtype,
     resolve_kv_cache_dtype,
 )
-from vkit.connectors import cache_identity, make_connector
+from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.device import Device, find_device, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.kv_transfer import KVTransferConfig
-from vkit.layers import AdapterSwitch
+from vkit.layers import AdapterSwitch, Experts
 from vkit.layers.streaming import FileReader
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
@@ -434,6 +434,8 @@ def check_model(args: EngineArgs) -> CheckedModel:
         require_backend("--structured-outputs-backend")
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
+    if isinstance(args.kv_transfer_config, KVTransferConfig):
+        check_connector_name(args.kv_transfer_config.kv_connector)
     device = find_device(args.device)
     checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
     if args.mmproj is not None:
@@ -566,6 +568,10 @@ def _offload_plan(
 ) -> OffloadPlan:
     top_k = HFConfig(checkpoint.config).optional_integer(*_TOP_K_KEYS)
     if experts is not None and top_k is None:
+        if not any(isinstance(module, Experts) for _, module in model.walk()):
+            raise UsageError(
+                f"--moe-expert-cache: {checkpoint.name} has no routed experts", remedy="leave the flag out"
+            )
         raise UsageError(f"--moe-expert-cache: {checkpoint.name} does not say how many experts a token chooses")
     return plan_offload(model, checkpoint, offload, experts, top_k or 1)
 

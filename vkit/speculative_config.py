@@ -67,6 +67,8 @@ class SpeculativeSettings:
     rejection_sample_method: str = "standard"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.method, str):
+            raise _bad("method", f"expected one of {', '.join(METHODS)}, got {self.method!r}")
         if self.method in REFUSED_METHODS:
             raise _bad("method", f"{self.method!r} is known but not implemented (accepted: {', '.join(METHODS)})")
         if self.method not in METHODS:

@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """A checked configuration. `backend` is "uva", "prefetch" or "none"."""
+    """A checked configuration. `backend` is "uva" or "prefetch"."""
 
     backend: str
     offload_bytes: int = 0
@@ -59,7 +59,14 @@ class OffloadConfig:
             if name != backend and values != _DEFAULTS[name]:
                 key = next(key for key, found in values.items() if found != _DEFAULTS[name][key])
                 raise UsageError(f"{FLAG}: {name}.{key}: the backend is {backend}, which does not use it")
-        if backend != "uva":
+        if backend == "none":
+            raise UsageError(
+                f"{FLAG}: asks for nothing: neither uva.cpu_offload_gb nor prefetch.offload_group_size is above 0",
+                remedy="give one of them, or leave the flag out",
+            )
+        if backend == "prefetch":
+            if not parts["prefetch"]["offload_group_size"]:
+                raise UsageError(f"{FLAG}: prefetch.offload_group_size: must be above 0 for the backend prefetch")
             return cls(backend)
         uva = parts["uva"]
         if uva["cpu_offload_gb"] <= 0:

@@ -49,6 +49,14 @@ class Tiny(LLM):
         }
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Digests of weights go where the tests' files go."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def open_tiny() -> Iterator[Callable[..., Tiny]]:
     """Opens tiny models; those left open are closed."""

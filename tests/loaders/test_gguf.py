@@ -337,8 +337,11 @@ def split(
 def test_any_part_loads_all(
     split: Callable[..., list[Path]], write: Callable[..., Path], part: int, use_mmap: bool
 ) -> None:
-    checkpoint = open_checkpoint(split()[part], use_mmap=use_mmap)
+    parts = split()
+    checkpoint = open_checkpoint(parts[part], use_mmap=use_mmap)
     whole = open_checkpoint(write())
+    assert checkpoint.weight_files == tuple(parts)
+    assert whole.weight_files == (whole.path,)
     assert checkpoint.name == "tiny"
     assert checkpoint.config == whole.config
     assert checkpoint.tensor_names() == whole.tensor_names()

@@ -150,6 +150,8 @@ def test_the_pair_equals_the_whole(name: str, text_files: dict[str, Path], tmp_p
     projector = write_projector(tmp_path / "mmproj.gguf", name)
     pair = ProjectedCheckpoint(open_checkpoint(text_files[name]), projector)
     whole = open_checkpoint(GOLDENS / name)
+    assert pair.weight_files == (text_files[name], projector)
+    assert whole.weight_files == (GOLDENS / name / "model.safetensors",)
     assert pair.architecture == whole.architecture
     assert pair.tensor_names() == {item for item in whole.tensor_names() if not item.startswith("mtp.")}
     for key in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,7 +153,7 @@ def test_a_file_that_has_become_shorter_is_told(tmp_path: Path) -> None:
     [
         ("mixtral", {"moe_expert_cache": 1}, "1 experts per layer are fewer than the 2 that every token chooses"),
         ("mixtral", {"moe_expert_cache": "0.000001GB"}, "0 experts per layer are fewer than the 2"),
-        ("llama", {"moe_expert_cache": 2}, "has no routed experts|does not say how many experts"),
+        ("llama", {"moe_expert_cache": 2}, "--moe-expert-cache: llama has no routed experts"),
         ("mixtral", {"moe_expert_cache": 2, "no_mmap": True}, "not in the file as they are used"),
         ("llama", {"offload_config": {"prefetch": {"offload_group_size": 2}}}, "on a CPU both are one"),
         (
@@ -165,6 +166,16 @@ def test_a_file_that_has_become_shorter_is_told(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises((UsageError, ModelLoadError), match=message):
         LLM(str(GOLDENS / name), **{**SETTINGS, **settings})
+
+
+def test_the_size_advised_is_one_that_does() -> None:
+    model = str(GOLDENS / "mixtral")
+    with pytest.raises(UsageError) as failure:
+        LLM(model, **SETTINGS, moe_expert_cache="0.000001GB")
+    advised = re.search(r"or ([\d.]+GB) \([\d,]+ bytes\)", str(failure.value))
+    assert advised is not None, failure.value
+    with LLM(model, **SETTINGS, moe_expert_cache=advised[1]) as found:
+        assert found is not None
 
 
 def test_many_sequences_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,7 +235,12 @@ def test_slowness_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         ({"uva": {"cpu_offload": 1}}, "unknown key 'cpu_offload', did you mean cpu_offload_gb"),
         ({"uvaa": {}}, "unknown key 'uvaa', did you mean uva"),
         ({"uva": {"cpu_offload_gb": 1, "cpu_offload_params": "x"}}, "expected a list of name segments"),
-        ({"offload_backend": "uva"}, "must be above 0"),
+        ({"offload_backend": "uva"}, "uva.cpu_offload_gb: must be above 0"),
+        ({"offload_backend": "prefetch"}, "prefetch.offload_group_size: must be above 0"),
+        ({}, "asks for nothing"),
+        ("{}", "asks for nothing"),
+        ({"prefetch": {}}, "asks for nothing"),
+        ({"uva": {"cpu_offload_gb": 0}}, "asks for nothing"),
         (
             {"offload_backend": "uva", "uva": {"cpu_offload_gb": 1}, "prefetch": {"offload_params": ["a"]}},
             r"prefetch\.offload_params: the backend is uva, which does not use it",
@@ -239,11 +255,6 @@ def test_slowness_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 def test_offload_settings_that_cannot_be(value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EngineArgs(model="m", offload_config=value)
-
-
-def test_nothing_asked_is_nothing_done() -> None:
-    assert OffloadConfig.parse({}).backend == "none"
-    assert answers("llama", offload_config={}) == answers("llama")
 
 
 MEASURE = """

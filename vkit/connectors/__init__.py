@@ -12,6 +12,7 @@ from vkit import discovery
 from vkit.cache.connector import ConnectorContext, ConnectorFactory, KVConnector
 from vkit.connectors.identity import cache_identity
 from vkit.errors import UsageError
+from vkit.kv_transfer import FLAG, closest
 
 GROUP = "vkit.cache_connectors"
 
@@ -43,6 +44,20 @@ def known_connectors() -> list[str]:
     return sorted({*_registered, *BUILTIN, *discovery.find(GROUP).offers})
 
 
+def check_connector_name(name: str) -> None:
+    """Look a name up; nothing is imported.
+
+    Raises:
+        UsageError: nobody knows it; names the closest and lists all.
+    """
+    known = known_connectors()
+    if name not in known:
+        raise UsageError(
+            f"{FLAG}: kv_connector: unknown connector {name!r}{closest(name, known)}",
+            remedy=f"registered: {', '.join(known)}",
+        )
+
+
 def make_connector(context: ConnectorContext) -> KVConnector:
     """The connector that the configuration names.
 
@@ -56,14 +71,17 @@ def make_connector(context: ConnectorContext) -> KVConnector:
     if name in BUILTIN:
         connector: KVConnector = import_module(BUILTIN[name]).make(context)
         return connector.checked(name, context.groups)
-    offer = discovery.find(GROUP).offers.get(name)
-    if offer is None:
-        raise UsageError(
-            f"--kv-transfer-config: kv_connector: unknown connector {name!r}",
-            remedy=f"registered: {', '.join(known_connectors())}",
-        )
-    factory: ConnectorFactory = discovery.load(offer, lambda made: made)
+    check_connector_name(name)
+    factory: ConnectorFactory = discovery.load(discovery.find(GROUP).offers[name], lambda made: made)
     return factory(context).checked(name, context.groups)
 
 
-__all__ = ["BUILTIN", "GROUP", "cache_identity", "known_connectors", "make_connector", "register_kv_connector"]
+__all__ = [
+    "BUILTIN",
+    "GROUP",
+    "cache_identity",
+    "check_connector_name",
+    "known_connectors",
+    "make_connector",
+    "register_kv_connector",
+]

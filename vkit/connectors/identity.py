@@ -6,20 +6,21 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from vkit.cache.groups import LayerCacheSpec
 from vkit.cache.store import TensorStore
+from vkit.connectors.file_digest import file_digest
 
 FORMAT_VERSION = "1"
 SHARED_HASH_SEED = "vkit"
 """Seed of block hashes wherever a connector is in use: names must outlive the process."""
 
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
+_SIGNS_OF_LENGTH = ('"dynamic"', '"long_factor"')
+"""What configurations say whose angles depend on the context limit; a false sign only keeps stores apart."""
 
 
 class IdentityConfig(Protocol):
@@ -38,6 +39,10 @@ class IdentityConfig(Protocol):
     @property
     def gguf_dequantize(self) -> bool: ...
     @property
+    def max_model_len(self) -> int: ...
+    @property
+    def deterministic(self) -> bool: ...
+    @property
     def prefix_caching_hash_algo(self) -> str: ...
 
 
@@ -47,17 +52,24 @@ class IdentityCheckpoint(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def path(self) -> Any: ...
+    def weight_files(self) -> Sequence[Path]: ...
+    @property
+    def quantization(self) -> str | None: ...
     @property
     def config(self) -> Mapping[str, Any]: ...
     @property
     def architecture(self) -> str: ...
+    def preprocessor_config(self, kind: Literal["image", "video"]) -> Mapping[str, Any]: ...
 
 
 def cache_identity(
     config: IdentityConfig, checkpoint: IdentityCheckpoint, specs: Sequence[LayerCacheSpec | None]
 ) -> dict[str, str]:
-    """Names and values that must all be equal; samples of the weights tell a fine-tuned twin apart."""
+    """Names and values that must all be equal for two engines to share entries.
+
+    `weights` is of every byte of every file (a fine-tuned twin differs in some); `quantization` is what the weights are
+    once loaded, so plain ones that are rounded on the way have names of their own.
+    """
     values = dict(checkpoint.config)
     store = TensorStore(list(specs), num_blocks=2, block_size=config.block_size, device=torch.device(config.device))
     layout = [
@@ -69,12 +81,14 @@ def cache_identity(
         "model": checkpoint.name,
         "architecture": checkpoint.architecture,
         "config": _digest(values),
-        "weights": _weights_digest(Path(checkpoint.path)),
-        "quantization": f"{_digest(values.get('quantization_config'))}{' expanded' if config.gguf_dequantize else ''}",
+        "weights": _weights_digest(checkpoint.weight_files),
+        "quantization": f"{checkpoint.quantization}{' expanded' if config.gguf_dequantize else ''}",
+        "media": _digest([checkpoint.preprocessor_config("image"), checkpoint.preprocessor_config("video")]),
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
         "cpu_precision": config.cpu_precision,
-        "rope": _digest({key: values.get(key) for key in _ROPE_KEYS}),
+        "deterministic": str(config.deterministic),
+        "rope": _digest([{key: values.get(key) for key in _ROPE_KEYS}, _rope_length(values, config.max_model_len)]),
         "windows": json.dumps([spec.window if spec is not None else None for spec in specs]),
         "block_size": str(config.block_size),
         "page_layout": _digest(layout),
@@ -94,15 +108,11 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _weights_digest(path: Path) -> str:
-    """SHA-256 of the size of each weight file and of samples spread over it."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{size};".encode())
-        with file.open("rb") as stream:
-            for index in range(_SAMPLES):
-                stream.seek(size * index // _SAMPLES)
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+def _rope_length(values: Mapping[str, Any], max_model_len: int) -> int | None:
+    """The context limit where angles depend on it (dynamic and longrope), else None."""
+    text = json.dumps(values, default=str)
+    return max_model_len if any(sign in text for sign in _SIGNS_OF_LENGTH) else None
+
+
+def _weights_digest(files: Sequence[Path]) -> str:
+    return _digest([file_digest(file) for file in files])

@@ -49,6 +49,8 @@ class Checkpoint(ABC):
 
     path: Path
     """The directory or the `.gguf` file the checkpoint was opened from."""
+    weight_files: tuple[Path, ...]
+    """Every file whose bytes decide what `load` returns, config.json excepted: shards, parts, a projector."""
     name: str
     """Name to serve the model under: the directory's, or the file's without suffix and part number."""
     format: Literal["safetensors", "gguf"]

@@ -76,6 +76,7 @@ class GGUFCheckpoint(Checkpoint):
         """
         self.path = path
         self._storages, header, self._placed = _open_parts(path, use_mmap=use_mmap)
+        self.weight_files = tuple(storage.path for storage in self._storages)
         self.gguf_metadata = header.metadata
         part = _PART_NAME.fullmatch(path.name)
         self.name = part[1] if part else path.name.removesuffix(".gguf")
@@ -366,6 +367,7 @@ class GGUFTensors(TensorFiles):
         self.path = path
         self.is_sharded = False
         self._storages, header, self._placed = _open_parts(path, use_mmap=use_mmap)
+        self.weight_files = tuple(storage.path for storage in self._storages)
         self.metadata: Mapping[str, Any] = header.metadata
         self._shapes = {name: self._true_shape(name) for name in self._placed}
 

@@ -82,6 +82,7 @@ class ProjectedCheckpoint(Checkpoint):
         self.generation_config = text.generation_config
         self.gguf_metadata, self.quantization = text.gguf_metadata, text.quantization
         self._tower = GGUFTensors(path, use_mmap=use_mmap)
+        self.weight_files = (*text.weight_files, *self._tower.weight_files)
         metadata = self._tower.metadata
         assert isinstance(metadata, GGUFMetadata), "a GGUF file's keys"
         reader = MetadataReader(path, "clip", metadata, self._tower.entries, self._vector)

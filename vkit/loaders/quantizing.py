@@ -45,6 +45,7 @@ class Fp8Checkpoint(Checkpoint):
     def __init__(self, plain: Checkpoint) -> None:
         self._plain = plain
         self.path, self.name, self.format = plain.path, plain.name, plain.format
+        self.weight_files = plain.weight_files
         self.config, self.generation_config = plain.config, plain.generation_config
         self.gguf_metadata, self.quantization = plain.gguf_metadata, AT_LOAD
 

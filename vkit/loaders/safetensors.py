@@ -29,6 +29,8 @@ from vkit.quantization.schemes import SCHEMES
 logger = logging.getLogger("vkit.loaders")
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MODEL_OPT_FILE, OLD_QUANTIZATION_FILE = "hf_quant_config.json", "quantize_config.json"
+"""Where a scheme is declared that config.json says nothing of."""
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -109,6 +111,8 @@ class SafetensorsCheckpoint(Checkpoint):
         for shard in self._shards():
             self._add(open_storage(shard, use_mmap=use_mmap))
         self._check_index()
+        declarations = [path / name for name in (MODEL_OPT_FILE, OLD_QUANTIZATION_FILE) if (path / name).is_file()]
+        self.weight_files = (*(storage.path for storage in self._storages), *declarations)
         self._packed: dict[str, _PackedLayer] = {}
         self._hidden = {name for name in self._entries if _CACHE_SCALE.fullmatch(name)}
         if scheme is not None:
@@ -292,12 +296,12 @@ def _declared_scheme(path: Path, config: dict[str, Any]) -> Scheme | None:
         keys = place.get("quantization_config")
         if keys is not None:
             return _scheme(path / "config.json", keys)
-    model_opt = path / "hf_quant_config.json"
+    model_opt = path / MODEL_OPT_FILE
     if model_opt.exists():
         keys = _read_object(model_opt).get("quantization")
         if keys is not None:
             return _scheme(model_opt, {"quant_method": "modelopt", **keys} if isinstance(keys, dict) else keys)
-    old = path / "quantize_config.json"
+    old = path / OLD_QUANTIZATION_FILE
     return _scheme(old, _read_object(old)) if old.exists() else None
 
 

@@ -135,7 +135,9 @@ def _take_cache_scales(model: CausalLM, checkpoint: ModelCheckpoint) -> None:
         module.k_scale, module.v_scale = (scale if scale is not None and scale > 0 else 1.0 for scale in scales)
         num_scaled += any(scale is not None for scale in scales)
     if num_scaled == 0:
-        logger.warning("%s: no scales for an fp8 cache here: keys and values are kept as they are", checkpoint.path)
+        logger.warning(
+            "%s: no scales for an fp8 cache here: keys and values are rounded to fp8 with scale 1.0", checkpoint.path
+        )
 
 
 def _warn_of_second_head(model: CausalLM, checkpoint: ModelCheckpoint) -> None:

@@ -7,6 +7,7 @@ and is copied for each use; what does not fit is read from the disk again and ag
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -112,11 +113,17 @@ def _plan_experts(
     if slots < top_k:
         raise UsageError(
             f"{EXPERT_FLAG}: {slots} experts per layer are fewer than the {top_k} that every token chooses",
-            remedy=f"at least {top_k}, or {top_k * expert_bytes * len(layers) / 2**30:.3f}GB",
+            remedy=f"at least {top_k}, or {_in_gb(top_k * expert_bytes * len(layers))}",
         )
     # A place holds an expert twice: as read, and as kernels want it.
     held = 2 * slots * expert_bytes * len(layers)
     return replace(plan, expert_slots=slots, expert_bytes=max(0, total - held))
+
+
+def _in_gb(num_bytes: int) -> str:
+    """A size that the flag takes and that holds `num_bytes`: three digits or more, rounded up."""
+    digits = next(digits for digits in range(3, 13) if num_bytes * 10**digits >= 100 * 2**30 or digits == 12)
+    return f"{math.ceil(num_bytes * 10**digits / 2**30) / 10**digits:.{digits}f}GB ({num_bytes:,} bytes)"
 
 
 def apply_offload(model: CausalLM, checkpoint: ModelCheckpoint, plan: OffloadPlan) -> FileReader | None:
