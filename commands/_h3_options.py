@@ -167,7 +167,7 @@ class RequestFlags:
         float, _option(REQUEST_PANEL, "--fps", help="Frames a second: 24, the only rate the model makes.")
     ] = FPS
     steps: Annotated[
-        int, _option(REQUEST_PANEL, "--steps", help="Points of the noise schedule, at least 2; one pass less.")
+        int, _option(REQUEST_PANEL, "--steps", help="Points of the noise schedule, 2 to 1000; one pass less.")
     ] = DEFAULT_STEPS
     seed: Annotated[int, _option(REQUEST_PANEL, "--seed", help="Seed of the noise.")] = DEFAULT_SEED
     flow_shift: Annotated[

@@ -368,6 +368,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"width": 16}, "at least 32"),
     ({"width": 640, "height": 64}, "aspect"),
     ({"steps": 1}, "at least 2"),
+    ({"steps": 1001}, "at most 1000"),
     ({"flow_shift": 0.0}, "flow_shift"),
     ({"flow_shift": float("nan")}, "flow_shift"),
     ({"audio_flow_shift": -3.0}, "audio_flow_shift"),

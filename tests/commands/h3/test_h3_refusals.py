@@ -55,6 +55,7 @@ CASES: list[tuple[str, dict[str, Any], str, int]] = [
     ("no rate", {"fps": "nan"}, "--fps nan", 2),
     # sampling
     ("one point", {"steps": 1}, "--steps.*at least 2", 2),
+    ("steps without end", {"steps": 1_000_000_000}, "--steps.*at most 1000", 2),
     ("no number of steps", {"steps": "many"}, "--steps", 2),
     ("a shift that is no number", {"flow_shift": "nan"}, "--flow-shift", 2),
     ("no shift", {"flow_shift": 0}, "--flow-shift", 2),

@@ -145,6 +145,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"width": 0, "height": 64}, "width"),
     ({"num_frames": 0}, "num_frames"),
     ({"num_inference_steps": 1}, "num_inference_steps"),
+    ({"num_inference_steps": 1_000_000_000}, "num_inference_steps"),
+    ({"extra_params": {"num_inference_steps": 1001}}, "num_inference_steps"),
     ({"num_inference_steps": 2.5}, "num_inference_steps"),
     ({"flow_shift": 0}, "flow_shift"),
     ({"audio_flow_shift": -3}, "audio_flow_shift"),

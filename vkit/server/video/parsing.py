@@ -22,6 +22,8 @@ from vkit.video.h3.request import (
     DEFAULT_FLOW_SHIFT,
     DEFAULT_SEED,
     DEFAULT_STEPS,
+    MAX_STEPS,
+    MIN_STEPS,
     TASKS,
     Fit,
     Reference,
@@ -152,7 +154,7 @@ def parsed(body: VideoBody, uploaded: GivenFile | None = None) -> AskedVideo:
     knobs = _merged(body, inner, asked.warnings)
     _read_size(body, asked)
     _read_length(knobs, asked)
-    asked.steps = _at_least(2, "num_inference_steps", knobs.num_inference_steps, DEFAULT_STEPS)
+    asked.steps = _steps(knobs.num_inference_steps)
     asked.seed = DEFAULT_SEED if knobs.seed is None else knobs.seed
     if not 0 <= asked.seed < 2**63:
         raise bad_request(f"seed: expected an integer of 0 to 2^63 - 1, got {asked.seed}", "seed")
@@ -225,11 +227,14 @@ def _positive(name: str, value: Number | None) -> float | None:
     return float(value)
 
 
-def _at_least(least: int, name: str, value: int | None, default: int) -> int:
+def _steps(value: int | None) -> int:
+    name = "num_inference_steps"
     if value is None:
-        return default
-    if value < least:
-        raise bad_request(f"{name}: expected at least {least}, got {value}", name)
+        return DEFAULT_STEPS
+    if value < MIN_STEPS:
+        raise bad_request(f"{name}: expected at least {MIN_STEPS}, got {value}", name)
+    if value > MAX_STEPS:
+        raise bad_request(f"{name}: expected at most {MAX_STEPS}, got {clip(value)}", name)
     return value
 
 
