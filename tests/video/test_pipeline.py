@@ -297,6 +297,21 @@ def test_a_damaged_state_is_told(tiny: VideoModelPaths, tmp_path: Path) -> None:
         _run(tiny, SHORT, tmp_path / "work", resume=True)
 
 
+@pytest.mark.parametrize("name", ["latents", "text", "conditions"])
+def test_one_flipped_bit_of_a_state_is_told(tiny: VideoModelPaths, media: Path, tmp_path: Path, name: str) -> None:
+    request = replace(SHORT, first_frame=media / "first.ppm")
+    folder = tmp_path / "work" / "state"
+    with pytest.raises(VideoCancelled):
+        _run(tiny, request, tmp_path / "work", cancelled=(folder / "latents.safetensors").exists)
+    state = folder / f"{name}.safetensors"
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+    with pytest.raises(ResumeError, match=f"{name}.safetensors: is damaged: its checksum differs"):
+        _run(tiny, request, tmp_path / "work", resume=True)
+    state.write_bytes(whole)
+    assert _run(tiny, request, tmp_path / "work", resume=True).num_frames == 22
+
+
 def _after(count: int) -> Any:
     asked = iter(range(count))
     return lambda: next(asked, None) is None
