@@ -184,7 +184,7 @@ async def test_bad_requests_name_the_field(studio, body, param):
     assert (error["param"] or "").startswith(param)
     assert param.rpartition(".")[2] in error["message"]
     assert made.pipeline.seen == []
-    assert list(made.root.iterdir()) == []
+    assert list(made.root.glob("vid_*")) == []
 
 
 async def test_what_beats_what(studio):
@@ -356,6 +356,45 @@ async def test_jobs_survive_a_restart(studio, tmp_path):
     assert (request.prompt, request.seed, resumes, fresh) == ("two", 9, True, False)
     assert request.first_frame.read_bytes() == PNG
     assert (await second.create())["id"] == "vid_8"
+
+
+async def test_a_number_is_given_once(studio, tmp_path):
+    root = tmp_path / "kept"
+    first = studio(root=root)
+    for _ in range(2):
+        await first.over((await first.create())["id"])
+    await first.client.delete("/v1/videos/vid_2")
+    await asyncio.to_thread(first.jobs.close)
+    second = studio(root=root)
+    refused = await second.client.post("/v1/videos", json={"prompt": "x", "task": "fl2va"})
+    assert refused.status_code == 400
+    await asyncio.to_thread(second.jobs.close)
+    third = studio(root=root)
+    assert (await third.create())["id"] == "vid_4"
+    await third.over("vid_4")
+    await asyncio.to_thread(third.jobs.close)
+    (root / "last_number").write_text("damaged")
+    assert (await studio(root=root).create())["id"] == "vid_5"
+
+
+async def test_a_server_that_cannot_keep_numbers_takes_nothing(studio):
+    made = studio()
+    (made.root / "last_number").mkdir()
+    reply = await made.client.post("/v1/videos", json={"prompt": "x"})
+    assert reply.status_code == 503
+    assert str(made.root) not in reply.text
+    assert list(made.root.glob("vid_*")) == []
+
+
+async def test_what_a_cut_off_request_left_is_removed(studio, tmp_path):
+    root = tmp_path / "kept"
+    for name in ("vid_3/inputs", "vid_4", "vid_5/state", "vid_clips", "vid_06x"):
+        (root / name).mkdir(parents=True)
+    (root / "vid_3" / "inputs" / "input_reference.png").write_bytes(PNG)
+    (root / "vid_4" / "record.tmp").write_bytes(b"{")
+    made = studio(root=root)
+    assert sorted(path.name for path in root.glob("vid_*")) == ["vid_06x", "vid_5", "vid_clips"]
+    assert (await made.create())["id"] == "vid_6"
 
 
 async def test_what_cannot_go_on_after_a_restart_says_so(studio, tmp_path):

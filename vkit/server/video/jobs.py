@@ -18,6 +18,7 @@ import msgspec
 
 from vkit.errors import VkitError
 from vkit.server.problems import Problem, bad_request, not_found, unavailable
+from vkit.server.video.numbering import PREFIX, Numbers, number_of
 from vkit.server.video.parsing import AskedVideo, allowed_path
 from vkit.video.errors import ResumeError, VideoCancelled
 from vkit.video.h3.pipeline import Progress, VideoResult
@@ -30,6 +31,8 @@ logger = logging.getLogger("vkit.server.video")
 QUEUED, RUNNING, SUCCEEDED, FAILED = "queued", "running", "succeeded", "failed"
 CANCELLED = "cancelled"
 RECORD = "record.json"
+RECORD_IN_WRITING = "record.tmp"
+INPUTS = "inputs"
 OUTPUT = "video.mp4"
 
 
@@ -78,7 +81,7 @@ class VideoJob:
     @property
     def id(self) -> str:
         """Its name for clients."""
-        return f"vid_{self.number}"
+        return f"{PREFIX}{self.number}"
 
     @property
     def is_over(self) -> bool:
@@ -118,9 +121,10 @@ class VideoJobs:
         self._resumes: set[str] = set()
         self._stop_current = threading.Event()
         self._is_closed = False
-        self._next_number = 1
         root.mkdir(parents=True, exist_ok=True)
+        self._numbers = Numbers(root)
         if is_persistent:
+            self._remove_orphans()
             self._read_records()
         self._thread = threading.Thread(target=self._run, name="vkit-video", daemon=True)
         self._thread.start()
@@ -136,7 +140,7 @@ class VideoJobs:
         """
         with self._lock:
             self._check_room()
-            number, self._next_number = self._next_number, self._next_number + 1
+            number = self._numbers.take()
         folder = self._folder(number)
         folder.mkdir(parents=True)
         try:
@@ -227,7 +231,7 @@ class VideoJobs:
     # Inside
 
     def _folder(self, number: int) -> Path:
-        return self._root / f"vid_{number}"
+        return self._root / f"{PREFIX}{number}"
 
     def _check_room(self) -> None:
         if self._is_closed:
@@ -250,7 +254,7 @@ class VideoJobs:
             if file.content is None:
                 paths[file.field] = allowed_path(file, self._readable)
                 continue
-            inputs = folder / "inputs"
+            inputs = folder / INPUTS
             inputs.mkdir(exist_ok=True)
             paths[file.field] = inputs / (file.field.rpartition(".")[2] + _suffix(file.content))
             paths[file.field].write_bytes(file.content)
@@ -327,7 +331,7 @@ class VideoJobs:
         path = self._folder(job.number) / RECORD
         record = {name: value for name, value in vars(job).items() if name != "request"}
         record["request"] = asdict(job.request)
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_name(RECORD_IN_WRITING)
         try:
             temporary.write_bytes(msgspec.json.encode(record, enc_hook=str))
             os.replace(temporary, path)
@@ -335,7 +339,7 @@ class VideoJobs:
             logger.warning("%s: its record could not be written: %s", job.id, error)
 
     def _read_records(self) -> None:
-        for path in sorted(self._root.glob(f"vid_*/{RECORD}"), key=_number_of):
+        for path in sorted(self._root.glob(f"{PREFIX}*/{RECORD}"), key=lambda path: number_of(path.parent)):
             try:
                 job = _job_of(msgspec.json.decode(path.read_bytes()))
             except (OSError, ValueError, TypeError, KeyError, msgspec.MsgspecError) as error:
@@ -347,8 +351,20 @@ class VideoJobs:
                     self._resumes.add(job.id)
                 job.status = QUEUED
                 self._waiting.append(job)
-        numbers = [_number_of(path) for path in self._root.glob("vid_*")]
-        self._next_number = max([0, *numbers]) + 1
+
+    def _remove_orphans(self) -> None:
+        """Remove what submissions left that were cut off before their record: a folder of inputs at most."""
+        for folder in self._root.glob(f"{PREFIX}*"):
+            if not number_of(folder) or folder.is_symlink() or not folder.is_dir():
+                continue
+            try:
+                names = {path.name for path in folder.iterdir()}
+            except OSError as error:
+                logger.warning("%s: cannot be read, left alone: %s", folder, error.strerror or error)
+                continue
+            if names <= {INPUTS, RECORD_IN_WRITING}:
+                logger.info("%s: a request that was cut off, removed", folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Watch:
@@ -369,12 +385,6 @@ class _Watch:
         done = report.done / report.total if report.total else 1.0
         share = self._before.get(report.stage, 0.0) + self._shares.get(report.stage, 0.0) * min(1.0, done)
         self._job.progress = max(self._job.progress, min(99, int(100 * share)))
-
-
-def _number_of(path: Path) -> int:
-    name = path.name if path.name.startswith("vid_") else path.parent.name
-    digits = name.removeprefix("vid_")
-    return int(digits) if digits.isdigit() else 0
 
 
 def _job_of(record: Mapping[str, Any]) -> VideoJob:
