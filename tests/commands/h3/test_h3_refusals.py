@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -250,6 +251,11 @@ def test_a_full_disk_is_told_before_weights_are_read(
         result = vkit_run(*line(**changes))
         assert result.status == 1
         assert "GB are free" in result.error
+    result = vkit_run(*line(plan=True))
+    assert result.status == 0
+    assert "GB are free" in result.stderr
+    result = vkit_run(*line(plan=True, json=True))
+    assert "GB are free" in json.loads(result.stdout)["warnings"][-1]
     assert not list(temporary.iterdir())
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from vkit.video.errors import ResumeError
+
 FILE = bytes(range(256)) * 40
+BROKEN = b"broken"
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
@@ -98,6 +101,49 @@ async def test_a_failure_is_told_and_the_next_job_runs(studio, failure):
     made.pipeline.failure = None
     await made.create()
     assert (await made.over("vid_3"))["status"] == "succeeded"
+
+
+async def test_failures_name_fields_and_no_folders(studio, tmp_path):
+    made = studio()
+    folder = made.root / "vid_1"
+    texts = {
+        f"{folder}: holds no run to resume": "holds no run to resume",
+        f"{folder}/state/latents.safetensors: is damaged": "state/latents.safetensors: is damaged",
+        "/some/where/dit/model-1.safetensors: ends too soon": "model-1.safetensors: ends too soon",
+        "ratio 16/9 of t2va/fl2va, see https://host/page": "ratio 16/9 of t2va/fl2va, see https://host/page",
+    }
+    image = "data:image/png;base64," + base64.b64encode(PNG).decode()
+    for number, (text, shown) in enumerate(texts.items(), 1):
+        made.pipeline.failure = ResumeError(
+            text.replace("vid_1", f"vid_{number}"), remedy="start anew in another directory"
+        )
+        await made.create()
+        assert (await made.over(f"vid_{number}"))["error"] == shown
+    inputs = made.root / "vid_5" / "inputs"
+    made.pipeline.failure = RuntimeError(f"{inputs}/input_reference.png: cannot be read")
+    await made.create(input_reference=image)
+    assert (await made.over("vid_5"))["error"] == "RuntimeError: input_reference: cannot be read"
+
+
+async def test_a_damaged_upload_names_its_field(studio):
+    made = studio()
+    image = "data:image/png;base64," + base64.b64encode(BROKEN).decode()
+    reply = await made.client.post("/v1/videos", json={"prompt": "x", "input_reference": image})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["message"], error["param"]) == ("input_reference: is damaged", "input_reference")
+
+
+async def test_what_the_disk_cannot_hold_is_refused(studio):
+    made = studio()
+    made.pipeline.disk_bytes = 1 << 60
+    reply = await made.client.post("/v1/videos", json={"prompt": "x", "size": "1280x704", "num_frames": 345})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == "size"
+    assert error["message"].startswith("size: 1280x704 of 345 frames: about 1152921504.61 GB will be written")
+    assert str(made.root) not in reply.text
+    assert list(made.root.glob("vid_*")) == []
 
 
 async def test_a_file_that_vanished(studio):

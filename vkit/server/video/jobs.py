@@ -16,15 +16,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from vkit.errors import VkitError
+from vkit.errors import InvalidRequest, VkitError
 from vkit.server.problems import Problem, bad_request, not_found, unavailable
 from vkit.server.video.numbering import PREFIX, Numbers, number_of
 from vkit.server.video.parsing import AskedVideo, allowed_path
+from vkit.server.video.wording import problem_for_client, words_for_client
 from vkit.video.errors import ResumeError, VideoCancelled
 from vkit.video.h3.pipeline import Progress, VideoResult
 from vkit.video.h3.plan import VideoPlan
 from vkit.video.h3.request import VideoRequest
 from vkit.video.mux import Muxer
+from vkit.video.space import lack_of_space
 
 logger = logging.getLogger("vkit.server.video")
 
@@ -135,8 +137,8 @@ class VideoJobs:
         """A new job, checked against the model and queued.
 
         Raises:
-            Problem: 400, 403 or 503.
-            InvalidRequest: the model cannot do what is asked for.
+            Problem: 400 (also for what the model cannot do, or the disk cannot hold), 403 or 503.
+            UsageError: a part of the model is missing that only the operator can give.
         """
         with self._lock:
             self._check_room()
@@ -147,7 +149,7 @@ class VideoJobs:
             request = asked.request(self._placed(asked, folder), prompt_embeds=self._prompt_embeds)
             if asked.sound is not None and not self._has_sound:
                 raise bad_request(f"{asked.sound.field}: sound needs a server with --audio-vae", asked.sound.field)
-            plan = self._pipeline.plan(request)
+            plan = self._planned(request, folder)
             job = VideoJob(
                 number=number,
                 prompt=asked.prompt,
@@ -239,6 +241,16 @@ class VideoJobs:
         if len(self._waiting) >= self._max_queued:
             raise unavailable(f"The queue is full: at most {self._max_queued} videos may wait.")
 
+    def _planned(self, request: VideoRequest, folder: Path) -> VideoPlan:
+        try:
+            plan = self._pipeline.plan(request)
+        except InvalidRequest as error:
+            raise problem_for_client(error, request, folder) from None
+        lack = lack_of_space(folder, plan.disk_bytes)
+        if lack is not None:
+            raise bad_request(f"size: {plan.width}x{plan.height} of {plan.num_frames} frames: {lack}", "size")
+        return plan
+
     def _notes(self, plan: VideoPlan) -> list[str]:
         notes = list(plan.warnings)
         if self._prompt_embeds is not None:
@@ -274,27 +286,30 @@ class VideoJobs:
                 self._make(job)
             except Exception as error:  # whatever broke, the next job runs
                 logger.exception("%s failed", job.id)
-                self._finish(job, FAILED, error=f"{type(error).__name__}: {error}" if str(error) else None)
+                words = self._words(job, error)
+                self._finish(job, FAILED, error=f"{type(error).__name__}: {words}" if words else None)
             with self._lock:
                 self._current = None
 
     def _make(self, job: VideoJob) -> None:
-        watch = _Watch(job, self._pipeline.plan(job.request))
         resumes = job.id in self._resumes
         try:
+            watch = _Watch(job, self._pipeline.plan(job.request))
             self._generate(job, watch, resume=resumes)
         except ResumeError as error:
-            if not resumes:
-                self._finish(job, FAILED, error=str(error))
-            else:
-                self._finish(job, FAILED, error=f"the server stopped in mid-run, and it cannot go on: {error}")
+            logger.error("%s failed: %s", job.id, error)
+            words = self._words(job, error)
+            if resumes:
+                words = f"the server stopped in mid-run, and it cannot go on: {words}"
+            self._finish(job, FAILED, error=words)
         except VideoCancelled:
             with self._lock:
                 if self._is_closed:  # its record still says running, so the next start goes on with it
                     return
             self._finish(job, FAILED, error=CANCELLED)
         except VkitError as error:
-            self._finish(job, FAILED, error=str(error))
+            logger.error("%s failed: %s", job.id, error)
+            self._finish(job, FAILED, error=self._words(job, error))
         else:
             self._finish(job, SUCCEEDED)
 
@@ -309,6 +324,9 @@ class VideoJobs:
             cancelled=self._stop_current.is_set,
         )
         job.warnings = list(dict.fromkeys([*job.warnings, *result.warnings]))
+
+    def _words(self, job: VideoJob, error: Exception) -> str:
+        return words_for_client(error, job.request, self._folder(job.number))
 
     def _finish(self, job: VideoJob, status: str, *, error: str | None = None) -> None:
         with self._lock:
