@@ -169,6 +169,26 @@ def test_embeddings_can_be_replayed(tiny: VideoModelPaths, media: Path, tmp_path
     assert untagged.latent_checksum != made.latent_checksum
 
 
+def test_embeddings_of_other_pictures_are_warned_of(tiny: VideoModelPaths, media: Path, tmp_path: Path) -> None:
+    stored, tags = tmp_path / "e.f32", tmp_path / "e.f32.tags.json"
+    np.ones(2 * 32, "<f4").tofile(stored)
+    text = replace(SHORT, prompt=None, prompt_embeds=stored)
+    shown = replace(text, first_frame=media / "first.ppm")
+
+    def warned(request: VideoRequest) -> list[str]:
+        with VideoPipeline.open(tiny) as pipeline:
+            return [line for line in pipeline.plan(request).warnings if line.startswith("e.f32: ")]
+
+    assert warned(text) == []
+    assert "no row tags beside it" in warned(shown)[0]
+    tags.write_text("[1, 1]")
+    assert warned(text) == []
+    assert "encoded without pictures" in warned(shown)[0]
+    tags.write_text("[0, 1]")
+    assert "encoded with pictures" in warned(text)[0]
+    assert warned(shown) == []
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_from_disk_make_the_same_bits(tiny: VideoModelPaths, tmp_path: Path, dtype: Any) -> None:
     resident = _run(tiny, SHORT, tmp_path / "a", options=VideoOptions(dtype=dtype))
