@@ -146,6 +146,19 @@ async def test_what_the_disk_cannot_hold_is_refused(studio):
     assert list(made.root.glob("vid_*")) == []
 
 
+async def test_only_the_video_itself_can_be_had(studio):
+    made = studio()
+    await made.create()
+    await made.over("vid_1")
+    assert (await made.client.get("/v1/videos/vid_1/content?variant=video")).content == FILE
+    for variant in ("thumbnail", "spritesheet"):
+        reply = await made.client.get(f"/v1/videos/vid_1/content?variant={variant}")
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert error["param"] == "variant"
+        assert variant in error["message"]
+
+
 async def test_a_file_that_vanished(studio):
     made = studio()
     await made.create()
