@@ -544,6 +544,7 @@ def test_a_partition_nobody_told(tiny: VideoModelPaths, tmp_path: Path) -> None:
         ({"preview_every": -1}, "preview_every"),
         ({"output": Path("o.mp4")}, "muxer"),
         ({"output": Path("none/o.mp4"), "muxer": print}, "no such folder"),
+        ({"output": Path("/proc/o.mp4"), "muxer": print}, "cannot be written to"),
         ({"output": Path("o.mp4"), "muxer": print, "denoise_only": True}, "denoise_only"),
         ({"preview_every": 1, "denoise_only": True}, "denoise_only"),
     ],

@@ -1,4 +1,4 @@
-"""Whether what a run writes fits on the disk."""
+"""Whether what a run writes fits on the disk, and may be written at all."""
 
 from __future__ import annotations
 
@@ -15,3 +15,14 @@ def lack_of_space(folder: Path, needed: int) -> str | None:
     if free >= needed:
         return None
     return f"about {needed / 1e9:.2f} GB will be written, {free / 1e9:.2f} GB are free"
+
+
+def write_fault(output: Path) -> str | None:
+    """Why no file can be made where `output` will be; None if one can: a probe is made beside it and removed."""
+    probe = output.with_name(f".{output.name}.probe")
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

@@ -95,6 +95,8 @@ CASES: list[tuple[str, dict[str, Any], str, int]] = [
     ("no output", {"out": REMOVED}, "--out: needed", 2),
     ("an output of another kind", {"out": "o.avi"}, "--out: o.avi: expected a name that ends in .mp4", 2),
     ("an output in no folder", {"out": "none/o.mp4"}, "--out: none/o.mp4: no such folder", 2),
+    ("an output that cannot be written", {"out": "/proc/x.mp4"}, "--out: /proc/x.mp4: cannot be written to", 2),
+    ("a rehearsal of that", {"out": "/proc/x.mp4", "dry_run": True}, "--out: .*cannot be written to", 2),
     ("a working directory that is a file", {"workdir": "@two.f32"}, "--workdir.*two.f32 is not a folder", 2),
     ("a working directory in a file", {"workdir": "@two.f32/in"}, "--workdir.*two.f32 is not a folder", 2),
     ("no such program", {"ffmpeg": "none-such"}, "--ffmpeg none-such: no such program", 2),
