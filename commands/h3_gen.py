@@ -32,6 +32,7 @@ FLAGS = {
     "num_frames": "--frames",
     "references": "a reference",
     "output": "--out",
+    "task": "--dit",
 }
 """What the library calls otherwise than the command line."""
 PARAMETER_FLAGS = {"dit", "dump_params", "json"}

@@ -125,6 +125,15 @@ async def test_failures_name_fields_and_no_folders(studio, tmp_path):
     assert (await made.over("vid_5"))["error"] == "RuntimeError: input_reference: cannot be read"
 
 
+async def test_how_firmly_pictures_are_held_to(studio):
+    made = studio()
+    image = "data:image/png;base64," + base64.b64encode(PNG).decode()
+    await made.create(input_reference=image, extra_params={"noise_aug": 0.5})
+    await made.create(input_reference=image)
+    await made.over("vid_2")
+    assert [request.noise_aug for request, _ in made.pipeline.seen] == [0.5, 0.999]
+
+
 async def test_a_damaged_upload_names_its_field(studio):
     made = studio()
     image = "data:image/png;base64," + base64.b64encode(BROKEN).decode()
@@ -210,6 +219,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"flow_shift": 0}, "flow_shift"),
     ({"audio_flow_shift": -3}, "audio_flow_shift"),
     ({"seed": -1}, "seed"),
+    ({"noise_aug": 0.5}, "noise_aug"),
+    ({"noise_aug": 1.5, "input_reference": "data:image/png;base64,AA=="}, "noise_aug"),
+    ({"noise_aug": "x"}, "noise_aug"),
     ({"seed": "x"}, "seed"),
     ({"fps": 30}, "fps"),
     ({"fit": "squash"}, "fit"),

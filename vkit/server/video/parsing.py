@@ -20,6 +20,7 @@ from vkit.server.video.schemas import Number, VideoBody, VideoKnobs
 from vkit.video.h3.request import (
     DEFAULT_AUDIO_FLOW_SHIFT,
     DEFAULT_FLOW_SHIFT,
+    DEFAULT_NOISE_AUG,
     DEFAULT_SEED,
     DEFAULT_STEPS,
     MAX_STEPS,
@@ -62,6 +63,7 @@ class AskedVideo:
     seed: int = DEFAULT_SEED
     flow_shift: float = DEFAULT_FLOW_SHIFT
     audio_flow_shift: float = DEFAULT_AUDIO_FLOW_SHIFT
+    noise_aug: float = DEFAULT_NOISE_AUG
     fit: Fit = "auto"
     first_frame: GivenFile | None = None
     clip: GivenFile | None = None
@@ -93,6 +95,7 @@ class AskedVideo:
             seed=self.seed,
             flow_shift=self.flow_shift,
             audio_flow_shift=self.audio_flow_shift,
+            noise_aug=self.noise_aug,
             fit=self.fit,
             first_frame=None if self.first_frame is None else paths[self.first_frame.field],
             references=references,
@@ -165,6 +168,7 @@ def parsed(body: VideoBody, uploaded: GivenFile | None = None) -> AskedVideo:
     asked.fit = _one_of("fit", knobs.fit, get_args(Fit)) or "auto"
     asked.task = _one_of("task", body.task, TASKS)
     _read_files(body, asked, uploaded)
+    _read_noise_aug(knobs.noise_aug, asked)
     return asked
 
 
@@ -217,6 +221,16 @@ def _read_length(knobs: VideoKnobs, asked: AskedVideo) -> None:
         if round(asked.duration * FPS) != asked.num_frames:
             asked.warnings.append(f"num_frames: {asked.num_frames} is not used, {named} says {asked.duration:g} s")
         asked.num_frames = None
+
+
+def _read_noise_aug(value: Number | None, asked: AskedVideo) -> None:
+    if value is None:
+        return
+    if not 0 <= value <= 1:
+        raise bad_request(f"noise_aug: expected 0 to 1 (1: exact), got {value}", "noise_aug")
+    if asked.first_frame is None and asked.clip is None:
+        raise bad_request("noise_aug: there are no pictures to hold to", "noise_aug")
+    asked.noise_aug = float(value)
 
 
 def _positive(name: str, value: Number | None) -> float | None:

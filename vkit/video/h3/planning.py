@@ -95,8 +95,8 @@ def _check_numbers(request: VideoRequest) -> None:
     check_schedule(request.steps, request.audio_flow_shift, name="audio_flow_shift")
     if not (math.isfinite(request.noise_aug) and 0 <= request.noise_aug <= 1):
         raise InvalidRequest(f"noise_aug: got {request.noise_aug}, expected 0 to 1 (1: exact)", param="noise_aug")
-    if not -(1 << 63) <= request.seed < 1 << 64:
-        raise InvalidRequest(f"seed: got {request.seed}, expected an integer of 64 bits", param="seed")
+    if not 0 <= request.seed < 1 << 63:
+        raise InvalidRequest(f"seed: got {request.seed}, expected an integer of 0 to 2^63 - 1", param="seed")
     if request.fit not in ("auto", "exact", "stretch", "crop"):
         raise InvalidRequest(f"fit: got {request.fit!r}, expected auto, exact, stretch or crop", param="fit")
     if (request.prompt is None) == (request.prompt_embeds is None):
