@@ -22,6 +22,7 @@ from vkit.video.h3.request import (
     VideoOptions,
     attach_sound,
 )
+from vkit.video.space import write_fault
 
 if TYPE_CHECKING:
     from vkit.command import Command
@@ -167,7 +168,7 @@ class RequestFlags:
         float, _option(REQUEST_PANEL, "--fps", help="Frames a second: 24, the only rate the model makes.")
     ] = FPS
     steps: Annotated[
-        int, _option(REQUEST_PANEL, "--steps", help="Points of the noise schedule, at least 2; one pass less.")
+        int, _option(REQUEST_PANEL, "--steps", help="Points of the noise schedule, 2 to 1000; one pass less.")
     ] = DEFAULT_STEPS
     seed: Annotated[int, _option(REQUEST_PANEL, "--seed", help="Seed of the noise.")] = DEFAULT_SEED
     flow_shift: Annotated[
@@ -376,6 +377,9 @@ class OutputFlags:
             path: Path | None = getattr(self, name)
             if path is not None and not path.absolute().parent.is_dir():
                 raise UsageError(f"{flag(name)}: {path}: no such folder: {path.absolute().parent}")
+            fault = None if path is None or self.plan else write_fault(path)
+            if fault is not None:
+                raise UsageError(f"{flag(name)}: {path}: cannot be written to: {fault}")
         if self.workdir is not None:
             place = self.workdir.absolute()
             while not place.exists():

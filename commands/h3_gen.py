@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,11 @@ from vkit.commands import _h3_show, _options, _render
 from vkit.commands._h3_options import ConditionFlags, OutputFlags, RequestFlags, RunFlags, WeightFlags
 from vkit.errors import ExitStatus, InvalidRequest, UsageError
 from vkit.video.errors import VideoCancelled
+from vkit.video.space import lack_of_space
 
 if TYPE_CHECKING:
     from vkit.video.h3.pipeline import VideoPipeline, VideoResult
+    from vkit.video.h3.plan import VideoPlan
     from vkit.video.h3.request import VideoRequest
     from vkit.video.mux import Muxer
 
@@ -29,6 +32,7 @@ FLAGS = {
     "num_frames": "--frames",
     "references": "a reference",
     "output": "--out",
+    "task": "--dit",
 }
 """What the library calls otherwise than the command line."""
 PARAMETER_FLAGS = {"dit", "dump_params", "json"}
@@ -61,6 +65,8 @@ def h3_gen(
 
     with _flags_named(), VideoPipeline.open(weights.paths(), run.options(weights, condition)) as pipeline:
         plan = pipeline.plan(request, denoise_only=output.denoise_only)
+        if output.plan:
+            plan = _with_disk_warning(plan, output)
         for line in plan.warnings:
             _render.note(line)
         if output.plan:
@@ -200,6 +206,13 @@ def _flags_named() -> Iterator[None]:
         remedy = None if error.remedy is None else error.remedy.replace("resume it", "--resume it")
         message = error.message if name in error.message else f"{name}: {text}"
         raise InvalidRequest(message, param=error.param, remedy=remedy) from None
+
+
+def _with_disk_warning(plan: VideoPlan, output: OutputFlags) -> VideoPlan:
+    """The plan, which says so where its files would not fit: a run would be refused."""
+    place = output.workdir or Path(tempfile.gettempdir())
+    lack = lack_of_space(place, plan.disk_bytes)
+    return plan if lack is None else replace(plan, warnings=(*plan.warnings, f"{place}: {lack}"))
 
 
 def _rehearse(pipeline: VideoPipeline, request: VideoRequest, output: OutputFlags) -> None:

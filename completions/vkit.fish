@@ -235,7 +235,7 @@ complete -c vkit -n '__fish_seen_subcommand_from h3-gen' -l size -x -d 'Width an
 complete -c vkit -n '__fish_seen_subcommand_from h3-gen' -l width -x -d 'With --height, instead of --size.'
 complete -c vkit -n '__fish_seen_subcommand_from h3-gen' -l height -x -d 'With --width, instead of --size.'
 complete -c vkit -n '__fish_seen_subcommand_from h3-gen' -l fps -x -d 'Frames a second: 24, the only rate the model makes.'
-complete -c vkit -n '__fish_seen_subcommand_from h3-gen' -l steps -x -d 'Points of the noise schedule, at least 2; one pass less.'
+complete -c vkit -n '__fish_seen_subcommand_from h3-gen' -l steps -x -d 'Points of the noise schedule, 2 to 1000; one pass less.'
 complete -c vkit -n '__fish_seen_subcommand_from h3-gen' -l seed -x -d 'Seed of the noise.'
 complete -c vkit -n '__fish_seen_subcommand_from h3-gen' -l flow-shift -x -d 'Shift of the schedule of pictures, above 0.'
 complete -c vkit -n '__fish_seen_subcommand_from h3-gen' -l audio-flow-shift -x -d 'Shift of the schedule of sound, above 0.'

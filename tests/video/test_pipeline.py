@@ -171,6 +171,26 @@ def test_embeddings_can_be_replayed(tiny: VideoModelPaths, media: Path, tmp_path
     assert untagged.latent_checksum != made.latent_checksum
 
 
+def test_embeddings_of_other_pictures_are_warned_of(tiny: VideoModelPaths, media: Path, tmp_path: Path) -> None:
+    stored, tags = tmp_path / "e.f32", tmp_path / "e.f32.tags.json"
+    np.ones(2 * 32, "<f4").tofile(stored)
+    text = replace(SHORT, prompt=None, prompt_embeds=stored)
+    shown = replace(text, first_frame=media / "first.ppm")
+
+    def warned(request: VideoRequest) -> list[str]:
+        with VideoPipeline.open(tiny) as pipeline:
+            return [line for line in pipeline.plan(request).warnings if line.startswith("e.f32: ")]
+
+    assert warned(text) == []
+    assert "no row tags beside it" in warned(shown)[0]
+    tags.write_text("[1, 1]")
+    assert warned(text) == []
+    assert "encoded without pictures" in warned(shown)[0]
+    tags.write_text("[0, 1]")
+    assert "encoded with pictures" in warned(text)[0]
+    assert warned(shown) == []
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_from_disk_make_the_same_bits(tiny: VideoModelPaths, tmp_path: Path, dtype: Any) -> None:
     resident = _run(tiny, SHORT, tmp_path / "a", options=VideoOptions(dtype=dtype))
@@ -299,6 +319,21 @@ def test_a_damaged_state_is_told(tiny: VideoModelPaths, tmp_path: Path) -> None:
         _run(tiny, SHORT, tmp_path / "work", resume=True)
 
 
+@pytest.mark.parametrize("name", ["latents", "text", "conditions"])
+def test_one_flipped_bit_of_a_state_is_told(tiny: VideoModelPaths, media: Path, tmp_path: Path, name: str) -> None:
+    request = replace(SHORT, first_frame=media / "first.ppm")
+    folder = tmp_path / "work" / "state"
+    with pytest.raises(VideoCancelled):
+        _run(tiny, request, tmp_path / "work", cancelled=(folder / "latents.safetensors").exists)
+    state = folder / f"{name}.safetensors"
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+    with pytest.raises(ResumeError, match=f"{name}.safetensors: is damaged: its checksum differs"):
+        _run(tiny, request, tmp_path / "work", resume=True)
+    state.write_bytes(whole)
+    assert _run(tiny, request, tmp_path / "work", resume=True).num_frames == 22
+
+
 def _after(count: int) -> Any:
     asked = iter(range(count))
     return lambda: next(asked, None) is None
@@ -370,6 +405,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"width": 16}, "at least 32"),
     ({"width": 640, "height": 64}, "aspect"),
     ({"steps": 1}, "at least 2"),
+    ({"steps": 1001}, "at most 1000"),
     ({"flow_shift": 0.0}, "flow_shift"),
     ({"flow_shift": float("nan")}, "flow_shift"),
     ({"audio_flow_shift": -3.0}, "audio_flow_shift"),
@@ -510,6 +546,7 @@ def test_a_partition_nobody_told(tiny: VideoModelPaths, tmp_path: Path) -> None:
         ({"preview_every": -1}, "preview_every"),
         ({"output": Path("o.mp4")}, "muxer"),
         ({"output": Path("none/o.mp4"), "muxer": print}, "no such folder"),
+        ({"output": Path("/proc/o.mp4"), "muxer": print}, "cannot be written to"),
         ({"output": Path("o.mp4"), "muxer": print, "denoise_only": True}, "denoise_only"),
         ({"preview_every": 1, "denoise_only": True}, "denoise_only"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -23,7 +24,7 @@ CASES: list[tuple[str, dict[str, Any], str, int]] = [
     ("a transformer that is text", {"dit": "@text.png"}, "expected a .safetensors or .gguf file", 1),
     ("the encoder as transformer", {"dit": "ENCODER"}, "no tensor|missing|neither", 1),
     ("the wrong partition", {"partition": "ref2va"}, "--partition ref2va: model_index.json", 2),
-    ("references on keyframe weights", {"ref_image": "@square.ppm"}, "partition fl2va, which serves t2va and fl2va", 2),
+    ("references on keyframe weights", {"ref_image": "@square.ppm"}, "--dit: the weights are .*asked for is ref2va", 2),
     ("an unknown partition", {"partition": "t2va"}, "--partition: ", 2),
     ("a prompt without encoder", {"encoder": REMOVED}, "--prompt: needs the text encoder", 2),
     ("a tokenizer without encoder", {"encoder": REMOVED, "tokenizer": "@two.f32"}, "--tokenizer: needs --encoder", 2),
@@ -42,6 +43,8 @@ CASES: list[tuple[str, dict[str, Any], str, int]] = [
     ("two lengths", {"duration": 5}, "--frames and --duration", 2),
     ("no number of seconds", {"frames": REMOVED, "duration": "nan"}, "--duration", 2),
     ("endless", {"frames": REMOVED, "duration": "inf"}, "--duration", 2),
+    ("hours", {"frames": REMOVED, "duration": 1e9}, r"--duration: got 1e\+09 s, expected at most 600", 2),
+    ("ten minutes", {"frames": 14400}, "--frames: 14400 frames make 14404, expected at most 14400", 2),
     ("no seconds", {"frames": REMOVED, "duration": 0}, "--duration", 2),
     ("half a size", {"size": "64"}, "--size: got '64'", 2),
     ("no size", {"size": "64x0"}, "--size: got '64x0'", 2),
@@ -55,11 +58,13 @@ CASES: list[tuple[str, dict[str, Any], str, int]] = [
     ("no rate", {"fps": "nan"}, "--fps nan", 2),
     # sampling
     ("one point", {"steps": 1}, "--steps.*at least 2", 2),
+    ("steps without end", {"steps": 1_000_000_000}, "--steps.*at most 1000", 2),
     ("no number of steps", {"steps": "many"}, "--steps", 2),
     ("a shift that is no number", {"flow_shift": "nan"}, "--flow-shift", 2),
     ("no shift", {"flow_shift": 0}, "--flow-shift", 2),
     ("an endless shift", {"flow_shift": "inf"}, "--flow-shift", 2),
     ("a sound shift below 0", {"audio_flow_shift": -3}, "--audio-flow-shift", 2),
+    ("a seed below 0", {"seed": -1}, "--seed: got -1, expected an integer of 0", 2),
     ("a huge seed", {"seed": 1 << 70}, "--seed", 2),
     # prompt
     ("no prompt", {"prompt": REMOVED}, "--prompt: needed, or --prompt-embeds", 2),
@@ -93,6 +98,8 @@ CASES: list[tuple[str, dict[str, Any], str, int]] = [
     ("no output", {"out": REMOVED}, "--out: needed", 2),
     ("an output of another kind", {"out": "o.avi"}, "--out: o.avi: expected a name that ends in .mp4", 2),
     ("an output in no folder", {"out": "none/o.mp4"}, "--out: none/o.mp4: no such folder", 2),
+    ("an output that cannot be written", {"out": "/proc/x.mp4"}, "--out: /proc/x.mp4: cannot be written to", 2),
+    ("a rehearsal of that", {"out": "/proc/x.mp4", "dry_run": True}, "--out: .*cannot be written to", 2),
     ("a working directory that is a file", {"workdir": "@two.f32"}, "--workdir.*two.f32 is not a folder", 2),
     ("a working directory in a file", {"workdir": "@two.f32/in"}, "--workdir.*two.f32 is not a folder", 2),
     ("no such program", {"ffmpeg": "none-such"}, "--ffmpeg none-such: no such program", 2),
@@ -249,6 +256,11 @@ def test_a_full_disk_is_told_before_weights_are_read(
         result = vkit_run(*line(**changes))
         assert result.status == 1
         assert "GB are free" in result.error
+    result = vkit_run(*line(plan=True))
+    assert result.status == 0
+    assert "GB are free" in result.stderr
+    result = vkit_run(*line(plan=True, json=True))
+    assert "GB are free" in json.loads(result.stdout)["warnings"][-1]
     assert not list(temporary.iterdir())
 
 

@@ -14,12 +14,13 @@ from vkit.errors import InvalidRequest, RequestFailed
 from vkit.server.settings import ServerSettings
 from vkit.server.video.jobs import VideoJobs
 from vkit.server.video.opening import VideoSettings
-from vkit.video.errors import ResumeError, VideoCancelled
+from vkit.video.errors import MediaError, ResumeError, VideoCancelled
 from vkit.video.h3.pipeline import Progress, VideoResult
 from vkit.video.h3.plan import RowPlan, StagePlan, VideoPlan
 from vkit.video.h3.request import VideoModelPaths, VideoRequest
 
 FILE = bytes(range(256)) * 40
+BROKEN = b"broken"
 
 
 class ScriptedPipeline:
@@ -32,9 +33,12 @@ class ScriptedPipeline:
         self.failure: Exception | None = None
         self.is_closed = False
         self.can_resume = True
+        self.disk_bytes = 1
 
     def plan(self, request: VideoRequest, *, denoise_only: bool = False) -> VideoPlan:
         """Sizes as the model would take them."""
+        if request.first_frame is not None and request.first_frame.read_bytes() == BROKEN:
+            raise MediaError(f"{request.first_frame}: is damaged", remedy="give it with --first-frame")
         task = request.resolved_task
         if task == "ref2va" and request.references[0].path.name == "refused":
             raise InvalidRequest("the partition fl2va serves t2va and fl2va, not ref2va", param="task")
@@ -62,7 +66,7 @@ class ScriptedPipeline:
             seed=request.seed,
             rows=RowPlan(*[1] * len(fields(RowPlan))),
             stages=stages,
-            disk_bytes=1,
+            disk_bytes=self.disk_bytes,
             device="cpu",
             dtype="float32",
             offload="none",

@@ -10,7 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from vkit.video.errors import ResumeError
+
 FILE = bytes(range(256)) * 40
+BROKEN = b"broken"
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
@@ -100,6 +103,71 @@ async def test_a_failure_is_told_and_the_next_job_runs(studio, failure):
     assert (await made.over("vid_3"))["status"] == "succeeded"
 
 
+async def test_failures_name_fields_and_no_folders(studio, tmp_path):
+    made = studio()
+    folder = made.root / "vid_1"
+    texts = {
+        f"{folder}: holds no run to resume": "holds no run to resume",
+        f"{folder}/state/latents.safetensors: is damaged": "state/latents.safetensors: is damaged",
+        "/some/where/dit/model-1.safetensors: ends too soon": "model-1.safetensors: ends too soon",
+        "ratio 16/9 of t2va/fl2va, see https://host/page": "ratio 16/9 of t2va/fl2va, see https://host/page",
+    }
+    image = "data:image/png;base64," + base64.b64encode(PNG).decode()
+    for number, (text, shown) in enumerate(texts.items(), 1):
+        made.pipeline.failure = ResumeError(
+            text.replace("vid_1", f"vid_{number}"), remedy="start anew in another directory"
+        )
+        await made.create()
+        assert (await made.over(f"vid_{number}"))["error"] == shown
+    inputs = made.root / "vid_5" / "inputs"
+    made.pipeline.failure = RuntimeError(f"{inputs}/input_reference.png: cannot be read")
+    await made.create(input_reference=image)
+    assert (await made.over("vid_5"))["error"] == "RuntimeError: input_reference: cannot be read"
+
+
+async def test_how_firmly_pictures_are_held_to(studio):
+    made = studio()
+    image = "data:image/png;base64," + base64.b64encode(PNG).decode()
+    await made.create(input_reference=image, extra_params={"noise_aug": 0.5})
+    await made.create(input_reference=image)
+    await made.over("vid_2")
+    assert [request.noise_aug for request, _ in made.pipeline.seen] == [0.5, 0.999]
+
+
+async def test_a_damaged_upload_names_its_field(studio):
+    made = studio()
+    image = "data:image/png;base64," + base64.b64encode(BROKEN).decode()
+    reply = await made.client.post("/v1/videos", json={"prompt": "x", "input_reference": image})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["message"], error["param"]) == ("input_reference: is damaged", "input_reference")
+
+
+async def test_what_the_disk_cannot_hold_is_refused(studio):
+    made = studio()
+    made.pipeline.disk_bytes = 1 << 60
+    reply = await made.client.post("/v1/videos", json={"prompt": "x", "size": "1280x704", "num_frames": 345})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == "size"
+    assert error["message"].startswith("size: 1280x704 of 345 frames: about 1152921504.61 GB will be written")
+    assert str(made.root) not in reply.text
+    assert list(made.root.glob("vid_*")) == []
+
+
+async def test_only_the_video_itself_can_be_had(studio):
+    made = studio()
+    await made.create()
+    await made.over("vid_1")
+    assert (await made.client.get("/v1/videos/vid_1/content?variant=video")).content == FILE
+    for variant in ("thumbnail", "spritesheet"):
+        reply = await made.client.get(f"/v1/videos/vid_1/content?variant={variant}")
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert error["param"] == "variant"
+        assert variant in error["message"]
+
+
 async def test_a_file_that_vanished(studio):
     made = studio()
     await made.create()
@@ -145,10 +213,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"width": 0, "height": 64}, "width"),
     ({"num_frames": 0}, "num_frames"),
     ({"num_inference_steps": 1}, "num_inference_steps"),
+    ({"num_inference_steps": 1_000_000_000}, "num_inference_steps"),
+    ({"extra_params": {"num_inference_steps": 1001}}, "num_inference_steps"),
     ({"num_inference_steps": 2.5}, "num_inference_steps"),
     ({"flow_shift": 0}, "flow_shift"),
     ({"audio_flow_shift": -3}, "audio_flow_shift"),
     ({"seed": -1}, "seed"),
+    ({"noise_aug": 0.5}, "noise_aug"),
+    ({"noise_aug": 1.5, "input_reference": "data:image/png;base64,AA=="}, "noise_aug"),
+    ({"noise_aug": "x"}, "noise_aug"),
     ({"seed": "x"}, "seed"),
     ({"fps": 30}, "fps"),
     ({"fit": "squash"}, "fit"),
@@ -182,7 +255,7 @@ async def test_bad_requests_name_the_field(studio, body, param):
     assert (error["param"] or "").startswith(param)
     assert param.rpartition(".")[2] in error["message"]
     assert made.pipeline.seen == []
-    assert list(made.root.iterdir()) == []
+    assert list(made.root.glob("vid_*")) == []
 
 
 async def test_what_beats_what(studio):
@@ -354,6 +427,45 @@ async def test_jobs_survive_a_restart(studio, tmp_path):
     assert (request.prompt, request.seed, resumes, fresh) == ("two", 9, True, False)
     assert request.first_frame.read_bytes() == PNG
     assert (await second.create())["id"] == "vid_8"
+
+
+async def test_a_number_is_given_once(studio, tmp_path):
+    root = tmp_path / "kept"
+    first = studio(root=root)
+    for _ in range(2):
+        await first.over((await first.create())["id"])
+    await first.client.delete("/v1/videos/vid_2")
+    await asyncio.to_thread(first.jobs.close)
+    second = studio(root=root)
+    refused = await second.client.post("/v1/videos", json={"prompt": "x", "task": "fl2va"})
+    assert refused.status_code == 400
+    await asyncio.to_thread(second.jobs.close)
+    third = studio(root=root)
+    assert (await third.create())["id"] == "vid_4"
+    await third.over("vid_4")
+    await asyncio.to_thread(third.jobs.close)
+    (root / "last_number").write_text("damaged")
+    assert (await studio(root=root).create())["id"] == "vid_5"
+
+
+async def test_a_server_that_cannot_keep_numbers_takes_nothing(studio):
+    made = studio()
+    (made.root / "last_number").mkdir()
+    reply = await made.client.post("/v1/videos", json={"prompt": "x"})
+    assert reply.status_code == 503
+    assert str(made.root) not in reply.text
+    assert list(made.root.glob("vid_*")) == []
+
+
+async def test_what_a_cut_off_request_left_is_removed(studio, tmp_path):
+    root = tmp_path / "kept"
+    for name in ("vid_3/inputs", "vid_4", "vid_5/state", "vid_clips", "vid_06x"):
+        (root / name).mkdir(parents=True)
+    (root / "vid_3" / "inputs" / "input_reference.png").write_bytes(PNG)
+    (root / "vid_4" / "record.tmp").write_bytes(b"{")
+    made = studio(root=root)
+    assert sorted(path.name for path in root.glob("vid_*")) == ["vid_06x", "vid_5", "vid_clips"]
+    assert (await made.create())["id"] == "vid_6"
 
 
 async def test_what_cannot_go_on_after_a_restart_says_so(studio, tmp_path):

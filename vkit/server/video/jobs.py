@@ -16,20 +16,25 @@ from typing import Any, Protocol
 
 import msgspec
 
-from vkit.errors import VkitError
+from vkit.errors import InvalidRequest, VkitError
 from vkit.server.problems import Problem, bad_request, not_found, unavailable
+from vkit.server.video.numbering import PREFIX, Numbers, number_of
 from vkit.server.video.parsing import AskedVideo, allowed_path
+from vkit.server.video.wording import problem_for_client, words_for_client
 from vkit.video.errors import ResumeError, VideoCancelled
 from vkit.video.h3.pipeline import Progress, VideoResult
 from vkit.video.h3.plan import VideoPlan
 from vkit.video.h3.request import VideoRequest
 from vkit.video.mux import Muxer
+from vkit.video.space import lack_of_space
 
 logger = logging.getLogger("vkit.server.video")
 
 QUEUED, RUNNING, SUCCEEDED, FAILED = "queued", "running", "succeeded", "failed"
 CANCELLED = "cancelled"
 RECORD = "record.json"
+RECORD_IN_WRITING = "record.tmp"
+INPUTS = "inputs"
 OUTPUT = "video.mp4"
 
 
@@ -78,7 +83,7 @@ class VideoJob:
     @property
     def id(self) -> str:
         """Its name for clients."""
-        return f"vid_{self.number}"
+        return f"{PREFIX}{self.number}"
 
     @property
     def is_over(self) -> bool:
@@ -118,9 +123,10 @@ class VideoJobs:
         self._resumes: set[str] = set()
         self._stop_current = threading.Event()
         self._is_closed = False
-        self._next_number = 1
         root.mkdir(parents=True, exist_ok=True)
+        self._numbers = Numbers(root)
         if is_persistent:
+            self._remove_orphans()
             self._read_records()
         self._thread = threading.Thread(target=self._run, name="vkit-video", daemon=True)
         self._thread.start()
@@ -131,19 +137,19 @@ class VideoJobs:
         """A new job, checked against the model and queued.
 
         Raises:
-            Problem: 400, 403 or 503.
-            InvalidRequest: the model cannot do what is asked for.
+            Problem: 400 (also for what the model cannot do, or the disk cannot hold), 403 or 503.
+            UsageError: a part of the model is missing that only the operator can give.
         """
         with self._lock:
             self._check_room()
-            number, self._next_number = self._next_number, self._next_number + 1
+            number = self._numbers.take()
         folder = self._folder(number)
         folder.mkdir(parents=True)
         try:
             request = asked.request(self._placed(asked, folder), prompt_embeds=self._prompt_embeds)
             if asked.sound is not None and not self._has_sound:
                 raise bad_request(f"{asked.sound.field}: sound needs a server with --audio-vae", asked.sound.field)
-            plan = self._pipeline.plan(request)
+            plan = self._planned(request, folder)
             job = VideoJob(
                 number=number,
                 prompt=asked.prompt,
@@ -227,13 +233,23 @@ class VideoJobs:
     # Inside
 
     def _folder(self, number: int) -> Path:
-        return self._root / f"vid_{number}"
+        return self._root / f"{PREFIX}{number}"
 
     def _check_room(self) -> None:
         if self._is_closed:
             raise unavailable("The server is shutting down.")
         if len(self._waiting) >= self._max_queued:
             raise unavailable(f"The queue is full: at most {self._max_queued} videos may wait.")
+
+    def _planned(self, request: VideoRequest, folder: Path) -> VideoPlan:
+        try:
+            plan = self._pipeline.plan(request)
+        except InvalidRequest as error:
+            raise problem_for_client(error, request, folder) from None
+        lack = lack_of_space(folder, plan.disk_bytes)
+        if lack is not None:
+            raise bad_request(f"size: {plan.width}x{plan.height} of {plan.num_frames} frames: {lack}", "size")
+        return plan
 
     def _notes(self, plan: VideoPlan) -> list[str]:
         notes = list(plan.warnings)
@@ -250,7 +266,7 @@ class VideoJobs:
             if file.content is None:
                 paths[file.field] = allowed_path(file, self._readable)
                 continue
-            inputs = folder / "inputs"
+            inputs = folder / INPUTS
             inputs.mkdir(exist_ok=True)
             paths[file.field] = inputs / (file.field.rpartition(".")[2] + _suffix(file.content))
             paths[file.field].write_bytes(file.content)
@@ -270,27 +286,30 @@ class VideoJobs:
                 self._make(job)
             except Exception as error:  # whatever broke, the next job runs
                 logger.exception("%s failed", job.id)
-                self._finish(job, FAILED, error=f"{type(error).__name__}: {error}" if str(error) else None)
+                words = self._words(job, error)
+                self._finish(job, FAILED, error=f"{type(error).__name__}: {words}" if words else None)
             with self._lock:
                 self._current = None
 
     def _make(self, job: VideoJob) -> None:
-        watch = _Watch(job, self._pipeline.plan(job.request))
         resumes = job.id in self._resumes
         try:
+            watch = _Watch(job, self._pipeline.plan(job.request))
             self._generate(job, watch, resume=resumes)
         except ResumeError as error:
-            if not resumes:
-                self._finish(job, FAILED, error=str(error))
-            else:
-                self._finish(job, FAILED, error=f"the server stopped in mid-run, and it cannot go on: {error}")
+            logger.error("%s failed: %s", job.id, error)
+            words = self._words(job, error)
+            if resumes:
+                words = f"the server stopped in mid-run, and it cannot go on: {words}"
+            self._finish(job, FAILED, error=words)
         except VideoCancelled:
             with self._lock:
                 if self._is_closed:  # its record still says running, so the next start goes on with it
                     return
             self._finish(job, FAILED, error=CANCELLED)
         except VkitError as error:
-            self._finish(job, FAILED, error=str(error))
+            logger.error("%s failed: %s", job.id, error)
+            self._finish(job, FAILED, error=self._words(job, error))
         else:
             self._finish(job, SUCCEEDED)
 
@@ -305,6 +324,9 @@ class VideoJobs:
             cancelled=self._stop_current.is_set,
         )
         job.warnings = list(dict.fromkeys([*job.warnings, *result.warnings]))
+
+    def _words(self, job: VideoJob, error: Exception) -> str:
+        return words_for_client(error, job.request, self._folder(job.number))
 
     def _finish(self, job: VideoJob, status: str, *, error: str | None = None) -> None:
         with self._lock:
@@ -327,7 +349,7 @@ class VideoJobs:
         path = self._folder(job.number) / RECORD
         record = {name: value for name, value in vars(job).items() if name != "request"}
         record["request"] = asdict(job.request)
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_name(RECORD_IN_WRITING)
         try:
             temporary.write_bytes(msgspec.json.encode(record, enc_hook=str))
             os.replace(temporary, path)
@@ -335,7 +357,7 @@ class VideoJobs:
             logger.warning("%s: its record could not be written: %s", job.id, error)
 
     def _read_records(self) -> None:
-        for path in sorted(self._root.glob(f"vid_*/{RECORD}"), key=_number_of):
+        for path in sorted(self._root.glob(f"{PREFIX}*/{RECORD}"), key=lambda path: number_of(path.parent)):
             try:
                 job = _job_of(msgspec.json.decode(path.read_bytes()))
             except (OSError, ValueError, TypeError, KeyError, msgspec.MsgspecError) as error:
@@ -347,8 +369,20 @@ class VideoJobs:
                     self._resumes.add(job.id)
                 job.status = QUEUED
                 self._waiting.append(job)
-        numbers = [_number_of(path) for path in self._root.glob("vid_*")]
-        self._next_number = max([0, *numbers]) + 1
+
+    def _remove_orphans(self) -> None:
+        """Remove what submissions left that were cut off before their record: a folder of inputs at most."""
+        for folder in self._root.glob(f"{PREFIX}*"):
+            if not number_of(folder) or folder.is_symlink() or not folder.is_dir():
+                continue
+            try:
+                names = {path.name for path in folder.iterdir()}
+            except OSError as error:
+                logger.warning("%s: cannot be read, left alone: %s", folder, error.strerror or error)
+                continue
+            if names <= {INPUTS, RECORD_IN_WRITING}:
+                logger.info("%s: a request that was cut off, removed", folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Watch:
@@ -369,12 +403,6 @@ class _Watch:
         done = report.done / report.total if report.total else 1.0
         share = self._before.get(report.stage, 0.0) + self._shares.get(report.stage, 0.0) * min(1.0, done)
         self._job.progress = max(self._job.progress, min(99, int(100 * share)))
-
-
-def _number_of(path: Path) -> int:
-    name = path.name if path.name.startswith("vid_") else path.parent.name
-    digits = name.removeprefix("vid_")
-    return int(digits) if digits.isdigit() else 0
 
 
 def _job_of(record: Mapping[str, Any]) -> VideoJob:

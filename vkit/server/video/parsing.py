@@ -20,8 +20,11 @@ from vkit.server.video.schemas import Number, VideoBody, VideoKnobs
 from vkit.video.h3.request import (
     DEFAULT_AUDIO_FLOW_SHIFT,
     DEFAULT_FLOW_SHIFT,
+    DEFAULT_NOISE_AUG,
     DEFAULT_SEED,
     DEFAULT_STEPS,
+    MAX_STEPS,
+    MIN_STEPS,
     TASKS,
     Fit,
     Reference,
@@ -60,6 +63,7 @@ class AskedVideo:
     seed: int = DEFAULT_SEED
     flow_shift: float = DEFAULT_FLOW_SHIFT
     audio_flow_shift: float = DEFAULT_AUDIO_FLOW_SHIFT
+    noise_aug: float = DEFAULT_NOISE_AUG
     fit: Fit = "auto"
     first_frame: GivenFile | None = None
     clip: GivenFile | None = None
@@ -91,6 +95,7 @@ class AskedVideo:
             seed=self.seed,
             flow_shift=self.flow_shift,
             audio_flow_shift=self.audio_flow_shift,
+            noise_aug=self.noise_aug,
             fit=self.fit,
             first_frame=None if self.first_frame is None else paths[self.first_frame.field],
             references=references,
@@ -152,7 +157,7 @@ def parsed(body: VideoBody, uploaded: GivenFile | None = None) -> AskedVideo:
     knobs = _merged(body, inner, asked.warnings)
     _read_size(body, asked)
     _read_length(knobs, asked)
-    asked.steps = _at_least(2, "num_inference_steps", knobs.num_inference_steps, DEFAULT_STEPS)
+    asked.steps = _steps(knobs.num_inference_steps)
     asked.seed = DEFAULT_SEED if knobs.seed is None else knobs.seed
     if not 0 <= asked.seed < 2**63:
         raise bad_request(f"seed: expected an integer of 0 to 2^63 - 1, got {asked.seed}", "seed")
@@ -163,6 +168,7 @@ def parsed(body: VideoBody, uploaded: GivenFile | None = None) -> AskedVideo:
     asked.fit = _one_of("fit", knobs.fit, get_args(Fit)) or "auto"
     asked.task = _one_of("task", body.task, TASKS)
     _read_files(body, asked, uploaded)
+    _read_noise_aug(knobs.noise_aug, asked)
     return asked
 
 
@@ -217,6 +223,16 @@ def _read_length(knobs: VideoKnobs, asked: AskedVideo) -> None:
         asked.num_frames = None
 
 
+def _read_noise_aug(value: Number | None, asked: AskedVideo) -> None:
+    if value is None:
+        return
+    if not 0 <= value <= 1:
+        raise bad_request(f"noise_aug: expected 0 to 1 (1: exact), got {value}", "noise_aug")
+    if asked.first_frame is None and asked.clip is None:
+        raise bad_request("noise_aug: there are no pictures to hold to", "noise_aug")
+    asked.noise_aug = float(value)
+
+
 def _positive(name: str, value: Number | None) -> float | None:
     if value is None:
         return None
@@ -225,11 +241,14 @@ def _positive(name: str, value: Number | None) -> float | None:
     return float(value)
 
 
-def _at_least(least: int, name: str, value: int | None, default: int) -> int:
+def _steps(value: int | None) -> int:
+    name = "num_inference_steps"
     if value is None:
-        return default
-    if value < least:
-        raise bad_request(f"{name}: expected at least {least}, got {value}", name)
+        return DEFAULT_STEPS
+    if value < MIN_STEPS:
+        raise bad_request(f"{name}: expected at least {MIN_STEPS}, got {value}", name)
+    if value > MAX_STEPS:
+        raise bad_request(f"{name}: expected at most {MAX_STEPS}, got {clip(value)}", name)
     return value
 
 

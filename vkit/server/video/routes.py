@@ -46,7 +46,15 @@ def video_routes() -> list[Route]:
         ),
         Route(("GET",), one, get_video, "Show a video's job", tag, reply=VideoReply),
         Route(("DELETE",), one, delete_video, "Cancel or delete a video", tag, reply=VideoDeleted),
-        Route(("GET",), f"{one}/content", video_content, "Download a video", tag, media_type=MEDIA_TYPE),
+        Route(
+            ("GET",),
+            f"{one}/content",
+            video_content,
+            "Download a video",
+            tag,
+            media_type=MEDIA_TYPE,
+            parameters=(Parameter("variant", str, "video, the only one"),),
+        ),
     ]
 
 
@@ -151,6 +159,9 @@ async def video_content(call: Call) -> Response[Any]:
     """The file, or the part of it that is asked for."""
     jobs = _jobs(call)
     job = jobs.get(_id(call))
+    variant = call.query("variant") or "video"
+    if variant != "video":
+        raise bad_request(f"variant: only video is made here, got {clip(variant)!r}", "variant")
     problem = problem_of(job)
     if problem is not None:
         raise problem

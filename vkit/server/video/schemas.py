@@ -29,6 +29,7 @@ class VideoBody(msgspec.Struct, kw_only=True):
     num_inference_steps: int | None = None
     flow_shift: Number | None = None
     audio_flow_shift: Number | None = None
+    noise_aug: Number | None = None
     seed: int | None = None
     fps: Number | None = None
     extra_params: Json | None = None
@@ -42,6 +43,7 @@ class VideoKnobs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_inference_steps: int | None = None
     flow_shift: Number | None = None
     audio_flow_shift: Number | None = None
+    noise_aug: Number | None = None
     seed: int | None = None
     seconds: Number | str | None = None
     fit: str | None = None

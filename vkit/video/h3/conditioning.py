@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,16 +239,27 @@ def load_embeds(path: Path, text_dim: int) -> TextRows:
     values = np.fromfile(path, "<f4").reshape(count, text_dim)
     if not np.isfinite(values).all():
         raise MediaError(f"{path}: numbers that are not finite", param="prompt_embeds")
-    tags: Sequence[int] = [TEXT] * count
+    tags = load_tags(path, count)
+    return TextRows(torch.from_numpy(values.astype(np.float32)), (TEXT,) * count if tags is None else tags)
+
+
+def load_tags(path: Path, count: int) -> tuple[int, ...] | None:
+    """The tags stored beside embeddings of `count` rows; None if there are none.
+
+    Raises:
+        MediaError: the file is damaged.
+    """
     sidecar = tags_path(path)
-    if sidecar.is_file():
-        try:
-            tags = json.loads(sidecar.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise MediaError(f"{sidecar}: cannot be read as JSON: {error}", param="prompt_embeds") from None
-        if not isinstance(tags, list) or len(tags) != count or not set(tags) <= {VIDEO, TEXT}:
-            raise MediaError(f"{sidecar}: expected {count} tags of 0 or 1", param="prompt_embeds")
-    return TextRows(torch.from_numpy(values.astype(np.float32)), tuple(tags))
+    if not sidecar.is_file():
+        return None
+    try:
+        tags = json.loads(sidecar.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise MediaError(f"{sidecar}: cannot be read as JSON: {error}", param="prompt_embeds") from None
+    is_whole = isinstance(tags, list) and len(tags) == count
+    if not is_whole or not all(type(tag) is int and tag in (VIDEO, TEXT) for tag in tags):
+        raise MediaError(f"{sidecar}: expected {count} tags of 0 or 1", param="prompt_embeds")
+    return tuple(tags)
 
 
 def save_embeds(path: Path, text: TextRows) -> None:

@@ -82,7 +82,12 @@ def resolve_frames(task: Task, num_frames: int | None, duration: float | None) -
     if duration is not None:
         if not math.isfinite(duration) or duration <= 0:
             raise InvalidRequest(f"duration: got {duration}, expected seconds above 0", param="duration")
-        asked, param = round(min(duration, MAX_FRAMES) * FPS), "duration"
+        if duration * FPS > MAX_FRAMES:
+            most = MAX_FRAMES // FPS
+            raise InvalidRequest(
+                f"duration: got {duration:g} s, expected at most {most} (ten minutes)", param="duration"
+            )
+        asked, param = round(duration * FPS), "duration"
     elif num_frames is not None:
         if num_frames < 1:
             raise InvalidRequest(f"frames: got {num_frames}, expected a positive number", param="num_frames")
@@ -95,7 +100,8 @@ def resolve_frames(task: Task, num_frames: int | None, duration: float | None) -
     if aligned < MIN_FRAMES:
         raise InvalidRequest(f"{asked} frames make {aligned}, the shortest clip has {MIN_FRAMES} frames", param=param)
     if aligned > MAX_FRAMES:
-        raise InvalidRequest(f"{asked} frames, expected at most {MAX_FRAMES} (ten minutes)", param=param)
+        made = f"{asked} frames" if asked > MAX_FRAMES else f"{asked} frames make {aligned}"
+        raise InvalidRequest(f"{made}, expected at most {MAX_FRAMES} (ten minutes)", param=param)
     return asked, aligned
 
 

@@ -71,7 +71,7 @@ class H3Model:
         served = TASKS_OF[self.partition]
         if task not in served:
             raise InvalidRequest(
-                f"task {task}: the weights are partition {self.partition}, which serves {' and '.join(served)}",
+                f"the weights are partition {self.partition}, which serves {' and '.join(served)}; asked for is {task}",
                 param="task",
             )
 

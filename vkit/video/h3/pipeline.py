@@ -101,7 +101,7 @@ class VideoPipeline:
     def check_run(
         self, request: VideoRequest, workdir: Path, *, output: Path | None = None, denoise_only: bool = False
     ) -> VideoPlan:
-        """The plan of a new run that could begin now: folders, disk space and all; nothing is read or written.
+        """The plan of a new run that could begin now: folders, disk space and all; no weight is read, nothing is left.
 
         Raises:
             DiskSpaceError, InvalidRequest, MediaError, UsageError: why it could not.

@@ -11,10 +11,10 @@ import torch
 from vkit.errors import InvalidRequest, UsageError
 from vkit.quantization import BLOCK_FORMATS
 from vkit.video.h3 import costs, geometry
-from vkit.video.h3.conditioning import count_embeds, pieces_of, present_prompt, vision_shape
+from vkit.video.h3.conditioning import count_embeds, load_tags, pieces_of, present_prompt, vision_shape
 from vkit.video.h3.costs import Work
 from vkit.video.h3.inputs import ResolvedInputs, resolve_inputs
-from vkit.video.h3.layout import LatentSize
+from vkit.video.h3.layout import VIDEO, LatentSize
 from vkit.video.h3.model import H3Model
 from vkit.video.h3.plan import RowPlan, StageName, StagePlan, VideoPlan
 from vkit.video.h3.presentation import Presentation, VisionBlock
@@ -85,7 +85,7 @@ def resolve_request(model: H3Model, request: VideoRequest, *, denoise_only: bool
         device=model.device.name,
         dtype=str(model.dtype).removeprefix("torch."),
         offload=model.options.offload,
-        warnings=(*inputs.warnings, *_warnings(model, inputs, stages)),
+        warnings=(*inputs.warnings, *_tag_warnings(request, inputs, rows.text), *_warnings(model, inputs, stages)),
     )
     return ResolvedRequest(request, plan, inputs, target, shown)
 
@@ -95,8 +95,8 @@ def _check_numbers(request: VideoRequest) -> None:
     check_schedule(request.steps, request.audio_flow_shift, name="audio_flow_shift")
     if not (math.isfinite(request.noise_aug) and 0 <= request.noise_aug <= 1):
         raise InvalidRequest(f"noise_aug: got {request.noise_aug}, expected 0 to 1 (1: exact)", param="noise_aug")
-    if not -(1 << 63) <= request.seed < 1 << 64:
-        raise InvalidRequest(f"seed: got {request.seed}, expected an integer of 64 bits", param="seed")
+    if not 0 <= request.seed < 1 << 63:
+        raise InvalidRequest(f"seed: got {request.seed}, expected an integer of 0 to 2^63 - 1", param="seed")
     if request.fit not in ("auto", "exact", "stretch", "crop"):
         raise InvalidRequest(f"fit: got {request.fit!r}, expected auto, exact, stretch or crop", param="fit")
     if (request.prompt is None) == (request.prompt_embeds is None):
@@ -258,6 +258,23 @@ def _disk_bytes(model: H3Model, inputs: ResolvedInputs, rows: RowPlan, audio_t: 
         return state
     frames = inputs.num_frames * (inputs.size.width * inputs.size.height * 3 + 32)
     return state + frames + frames // MUXED_SHARE + 4 * audio_t * 800
+
+
+def _tag_warnings(request: VideoRequest, inputs: ResolvedInputs, count: int) -> list[str]:
+    """Where stored embeddings were made for other pictures than those of the request."""
+    if request.prompt_embeds is None:
+        return []
+    name = request.prompt_embeds.name
+    tags = load_tags(request.prompt_embeds, count)
+    has_pictures = bool(inputs.keyframes) or any(item.size is not None for item in inputs.references)
+    if not has_pictures:
+        if tags is not None and VIDEO in tags:
+            return [f"{name}: was encoded with pictures (row tags), the request has none"]
+    elif tags is None:
+        return [f"{name}: has no row tags beside it, all rows are taken for text though there are pictures"]
+    elif VIDEO not in tags:
+        return [f"{name}: was encoded without pictures (row tags), the request has some"]
+    return []
 
 
 def _warnings(model: H3Model, inputs: ResolvedInputs, stages: tuple[StagePlan, ...]) -> list[str]:

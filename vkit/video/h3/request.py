@@ -20,6 +20,7 @@ ComputeType = Literal["auto", "float32", "bfloat16"]
 TASKS: tuple[Task, ...] = ("t2va", "fl2va", "ref2va")
 TASKS_OF: dict[Partition, tuple[Task, ...]] = {"fl2va": ("t2va", "fl2va"), "ref2va": ("ref2va",)}
 DEFAULT_STEPS, DEFAULT_SEED = 50, 42
+MIN_STEPS, MAX_STEPS = 2, 1000
 DEFAULT_FLOW_SHIFT, DEFAULT_AUDIO_FLOW_SHIFT = 12.0, 3.0
 DEFAULT_NOISE_AUG = 0.999
 MAX_IMAGES, MAX_CLIPS, MAX_SOUNDS, MAX_REFERENCES = 9, 3, 3, 12
@@ -66,7 +67,7 @@ class VideoRequest:
     width: int | None = None
     height: int | None = None
     steps: int = DEFAULT_STEPS
-    """Points of the noise schedule; one forward pass less."""
+    """Points of the noise schedule, 2 to 1000; one forward pass less."""
     seed: int = DEFAULT_SEED
     flow_shift: float = DEFAULT_FLOW_SHIFT
     audio_flow_shift: float = DEFAULT_AUDIO_FLOW_SHIFT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from vkit.video.h3.state import WorkDir, fingerprint
 from vkit.video.h3.video_vae import CHUNK_OVERLAP, denormalise_pixels, pixels_to_bytes
 from vkit.video.mux import MuxJob
 from vkit.video.sound import write_wav
+from vkit.video.space import lack_of_space, write_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,6 +92,10 @@ def _check_options(options: RunOptions) -> None:
         raise InvalidRequest("output: there is none with denoise_only", param="output")
     if options.output is not None and not options.output.absolute().parent.is_dir():
         raise InvalidRequest(f"output {options.output}: no such folder", param="output")
+    if options.output is not None:
+        fault = write_fault(options.output)
+        if fault is not None:
+            raise InvalidRequest(f"output {options.output}: cannot be written to: {fault}", param="output")
     if options.preview_every and options.denoise_only:
         raise InvalidRequest(
             "preview_every: previews need the autoencoder, denoise_only has none", param="preview_every"
@@ -99,15 +103,9 @@ def _check_options(options: RunOptions) -> None:
 
 
 def _check_space(workdir: Path, needed: int) -> None:
-    place = workdir.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise DiskSpaceError(
-            f"{workdir}: about {needed / 1e9:.2f} GB will be written, {free / 1e9:.2f} GB are free",
-            remedy="use another working directory",
-        )
+    lack = lack_of_space(workdir, needed)
+    if lack is not None:
+        raise DiskSpaceError(f"{workdir}: {lack}", remedy="use another working directory")
 
 
 @dataclass(slots=True)

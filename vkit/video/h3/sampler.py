@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vkit.errors import InvalidRequest
+from vkit.video.h3.request import MAX_STEPS, MIN_STEPS
 
 
 def sigmas(num_points: int, shift: float) -> Tensor:
@@ -27,9 +28,11 @@ def sigmas(num_points: int, shift: float) -> Tensor:
 
 
 def check_schedule(num_points: int, shift: float, *, name: str = "flow_shift") -> None:
-    """Refuse schedules that make no step."""
-    if num_points < 2:
+    """Refuse schedules that make no step, and those of absurdly many: their tables grow with the steps."""
+    if num_points < MIN_STEPS:
         raise InvalidRequest(f"steps: got {num_points}, expected at least 2 points of the schedule", param="steps")
+    if num_points > MAX_STEPS:
+        raise InvalidRequest(f"steps: got {num_points}, expected at most {MAX_STEPS}", param="steps")
     if not math.isfinite(shift) or shift <= 0:
         raise InvalidRequest(f"{name}: got {shift}, expected a number above 0", param=name)
 

@@ -1,11 +1,13 @@
 """A working directory: what a run leaves there so that another can go on where it was killed, bit for bit.
 
 Everything is written beside its place and renamed into it, so a file is complete or not there. `state/` holds the
-fingerprint of request and weights, the conditioning, and the loop's latest rows.
+fingerprint of request and weights, the conditioning, and the loop's latest rows; every file of tensors carries a
+checksum, so that damage is told instead of rendered.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -14,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from vkit.errors import InvalidRequest
@@ -30,7 +32,8 @@ from vkit.video.h3.request import Reference, VideoRequest
 STATE, REQUEST, TEXT, CONDITIONS, LATENTS = "state", "request.json", "text", "conditions", "latents"
 JOB = "job.json"
 SOUND_FILE = "audio.wav"
-FORMAT = 1
+FORMAT = 2
+CHECKSUM = "sha256"
 
 
 class WorkDir:
@@ -84,8 +87,11 @@ class WorkDir:
 
     def load_text(self) -> TextRows | None:
         """The prompt's rows, if they were kept."""
-        found = self._load(TEXT)
-        return None if found is None else TextRows(found["embeds"], tuple(found["tags"].tolist()))
+        kept = self._load(TEXT)
+        if kept is None:
+            return None
+        found, _ = kept
+        return TextRows(found["embeds"], tuple(found["tags"].tolist()))
 
     def save_conditions(self, conditions: Conditions) -> None:
         """Keep the conditions' latents."""
@@ -95,10 +101,10 @@ class WorkDir:
 
     def load_conditions(self) -> Conditions | None:
         """The conditions' latents, if they were kept."""
-        found = self._load(CONDITIONS)
-        if found is None:
+        kept = self._load(CONDITIONS)
+        if kept is None:
             return None
-        about = self._about(CONDITIONS)
+        found, about = kept
         visual = [found[f"visual.{index}"] for index in range(sum(name.startswith("visual.") for name in found))]
         sounds = tuple(found.get(f"sound.{index}") for index in range(int(about["sounds"])))
         return Conditions(tuple(visual), sounds, tuple(json.loads(about["kinds"])))
@@ -109,8 +115,11 @@ class WorkDir:
 
     def load_latents(self) -> LoopState | None:
         """The latest rows that were kept."""
-        found = self._load(LATENTS)
-        return None if found is None else LoopState(int(found["step"]), found["video"], found["audio"])
+        kept = self._load(LATENTS)
+        if kept is None:
+            return None
+        found, _ = kept
+        return LoopState(int(found["step"]), found["video"], found["audio"])
 
     def write_job(self, job: Mapping[str, Any]) -> None:
         """What was asked for and what became of it, for people and for programs."""
@@ -126,6 +135,8 @@ class WorkDir:
             stored = json.loads(request.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise ResumeError(f"{request}: cannot be read: {error}") from None
+        if not isinstance(stored, dict):
+            raise ResumeError(f"{request}: is damaged: expected an object")
         wanted = json.loads(json.dumps(fingerprint))
         different = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
         if different:
@@ -137,26 +148,41 @@ class WorkDir:
     def _save(self, name: str, tensors: Mapping[str, Tensor], **about: str) -> None:
         place = self._state / f"{name}.safetensors"
         partial = place.with_suffix(".partial")
-        save_file({key: tensor.detach().contiguous().cpu() for key, tensor in tensors.items()}, partial, about or None)
+        kept = {key: tensor.detach().contiguous().cpu() for key, tensor in tensors.items()}
+        save_file(kept, partial, {**about, CHECKSUM: _digest(kept, about)})
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, place)
         _sync_folder(self._state)
 
-    def _load(self, name: str) -> dict[str, Tensor] | None:
+    def _load(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        """What `_save` was given; None if it never was.
+
+        Raises:
+            ResumeError: the file is not as it was written.
+        """
         place = self._state / f"{name}.safetensors"
         if not place.is_file():
             return None
+        remedy = "start anew in another directory"
         try:
-            return load_file(place)
+            with safe_open(place, "pt") as file:
+                about = dict(file.metadata() or {})
+                found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
         except (SafetensorError, OSError, ValueError) as error:
-            raise ResumeError(f"{place}: is damaged: {error}", remedy="start anew in another directory") from None
+            raise ResumeError(f"{place}: is damaged: {error}", remedy=remedy) from None
+        if about.pop(CHECKSUM, None) != _digest(found, about):
+            raise ResumeError(f"{place}: is damaged: its checksum differs", remedy=remedy)
+        return found, about
 
-    def _about(self, name: str) -> dict[str, str]:
-        from safetensors import safe_open
 
-        with safe_open(self._state / f"{name}.safetensors", "pt") as file:
-            return dict(file.metadata() or {})
+def _digest(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
+    """SHA-256 of names, types, shapes and bits, and of what is said about them."""
+    digest = hashlib.sha256(json.dumps(sorted(about.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def fingerprint(model: H3Model, request: VideoRequest, *, denoise_only: bool) -> dict[str, Any]:
