@@ -151,21 +151,25 @@ class AdapterRegistry:
             raise CheckpointError(f"{file}: no such file{pickled}", remedy="save the adapter as safetensors")
         try:
             with safe_open(file, "pt") as stored:
-                pairs = self._checked_pairs(file, stored)
+                pairs, modules = self._checked_pairs(file, stored)
+                _check_promises(path / CONFIG_FILE, config, modules)
                 weights = self._joined(file, stored, pairs, scale_of)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: not readable: {error}") from None
         digest = hashlib.sha256(file.read_bytes() + (path / CONFIG_FILE).read_bytes()).hexdigest()[:32]
         return Adapter(name, str(path), f"{name}:{digest}", weights)
 
-    def _checked_pairs(self, file: Path, stored: Any) -> dict[str, tuple[str, str]]:
-        """Target name -> names of its A and B, all shapes checked by the header."""
+    def _checked_pairs(self, file: Path, stored: Any) -> tuple[dict[str, tuple[str, str]], dict[str, int]]:
+        """Target name -> names of its A and B, all shapes checked by the header; and the file's modules -> rank."""
         found: dict[str, dict[str, str]] = {}
+        modules: dict[str, int] = {}
         for tensor in stored.keys():  # noqa: SIM118  (not a mapping)
             match = _KEY.fullmatch(tensor)
             if match is None:
                 raise CheckpointError(f"{file}: {tensor} is not part of a LoRA adapter of linear layers")
             found.setdefault(self._target_name(file, match[1]), {})[match[2]] = tensor
+            if match[2] == "A":
+                modules[match[1]] = next(iter(stored.get_slice(tensor).get_shape()), 0)
         if not found:
             raise CheckpointError(f"{file}: it holds no tensors")
         pairs: dict[str, tuple[str, str]] = {}
@@ -175,7 +179,7 @@ class AdapterRegistry:
                 raise CheckpointError(f"{file}: {target} has no lora_{missing}")
             self._check_shapes(file, stored, target, parts["A"], parts["B"])
             pairs[target] = parts["A"], parts["B"]
-        return pairs
+        return pairs, modules
 
     def _target_name(self, file: Path, name: str) -> str:
         if name in self._targets:
@@ -257,6 +261,36 @@ def _read_config(path: Path) -> dict[str, Any]:
     if isinstance(start, str) and start.startswith(_BASE_CHANGING):
         raise CheckpointError(f"{file}: init_lora_weights {start!r} changes the base model; convert the adapter first")
     return values
+
+
+def _check_promises(file: Path, config: Mapping[str, Any], modules: Mapping[str, int]) -> None:
+    """Refuse a configuration that the tensors contradict. `modules`: those of the weights, and their ranks."""
+    _check_ranks(file, config, modules)
+    wanted = config.get("target_modules")
+    if isinstance(wanted, list):
+        for name in wanted:
+            if not any(module == name or module.endswith(f".{name}") for module in modules):
+                raise CheckpointError(f"{file}: target_modules names {name!r}, but {WEIGHTS_FILE} holds no such module")
+    elif isinstance(wanted, str) and wanted != "all-linear":
+        try:
+            is_met = any(re.fullmatch(wanted, module) for module in modules)
+        except re.error as error:
+            raise CheckpointError(f"{file}: target_modules {wanted!r} is no pattern: {error}") from None
+        if not is_met:
+            raise CheckpointError(f"{file}: target_modules {wanted!r} matches no module of {WEIGHTS_FILE}")
+    elif wanted is not None and not isinstance(wanted, str):
+        raise CheckpointError(f"{file}: target_modules must be a list of names or a pattern, got {wanted!r}")
+
+
+def _check_ranks(file: Path, config: Mapping[str, Any], modules: Mapping[str, int]) -> None:
+    patterns = config.get("rank_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(f"{file}: rank_pattern must be an object, got {patterns!r}")
+    for name, rank in modules.items():
+        pattern = next((key for key in patterns if _matches(key, name)), None)
+        where, promised = ("r", config.get("r")) if pattern is None else (f"rank_pattern {pattern}", patterns[pattern])
+        if promised is not None and promised != rank:
+            raise CheckpointError(f"{file}: {where} is {promised!r}, but {name} has rank {rank} in {WEIGHTS_FILE}")
 
 
 def _scales(path: Path, config: Mapping[str, Any]) -> Callable[[str, int], float]:

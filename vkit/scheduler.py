@@ -18,7 +18,7 @@ from vkit.cache.transfer import NO_OFFER, KVTransfer, Offer, Outcome, is_waiting
 from vkit.policies import make_policy
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate, StepSamples
 from vkit.speculation.stats import DraftStats
-from vkit.types import FinishReason, PositionLogprobs
+from vkit.types import GRAMMAR_FAULT, FinishReason, PositionLogprobs
 
 logger = logging.getLogger("vkit.scheduler")
 
@@ -692,7 +692,7 @@ class Scheduler:
         elif may_stop and token_id in sequence.stop_token_ids:
             self.finish(sequence, FinishReason.STOP, stop_reason=token_id)
         elif sequence.grammar is not None and not sequence.grammar.accept_tokens([token_id]):
-            self.finish(sequence, FinishReason.ERROR, error=f"the grammar refused token {token_id}")
+            self.finish(sequence, FinishReason.ERROR, error=f"{GRAMMAR_FAULT} refused token {token_id}")
         elif sequence.grammar is not None and sequence.grammar.is_terminated():
             self.finish(sequence, FinishReason.STOP)  # complete: an end token would say nothing more
         elif num_tokens >= sequence.max_total_tokens:

@@ -28,6 +28,10 @@ LogitsProcessor = Callable[[Sequence[int], Any], None]
 """(output_token_ids, logits_row) -> None; edits the float32 row (V,) in place."""
 
 
+GRAMMAR_FAULT = "the grammar"
+"""How the error of an output begins whose constraint could not be followed to its end."""
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended."""
 

@@ -285,6 +285,13 @@ CONFIG_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
     ({"lora_alpha": "x"}, "lora_alpha must be a number"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
+    ({"r": 8}, "r is 8, but .*q_proj has rank 3"),
+    ({"rank_pattern": {"layers.1.self_attn.v_proj": 4}}, "rank_pattern layers.1.self_attn.v_proj is 4, but"),
+    ({"rank_pattern": [4]}, "rank_pattern must be an object"),
+    ({"target_modules": ["q_proj", "o_proj"]}, "target_modules names 'o_proj'"),
+    ({"target_modules": r".*mlp\..*"}, "matches no module"),
+    ({"target_modules": "("}, "is no pattern"),
+    ({"target_modules": 7}, "must be a list"),
 ]
 
 
@@ -303,6 +310,23 @@ def test_unsupported_kinds_are_refused(
     with pytest.raises(CheckpointError, match=message):
         adaptable.load_lora("a", str(path))
     assert adaptable.loras == ()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*self_attn\.[qv]_proj", "r": 9, "rank_pattern": {"[qv]_proj": 3}},
+        {"target_modules": None, "r": None},
+    ],
+)
+def test_configurations_that_the_tensors_keep(
+    config: dict[str, Any], adaptable: LLM, base: Path, tmp_path: Path
+) -> None:
+    path, _ = make_adapter(tmp_path / "a", base, ATTENTION)
+    rewritten(path, **config)
+    adaptable.load_lora("kept", str(path))
+    adaptable.unload_lora("kept")
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

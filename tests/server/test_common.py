@@ -160,6 +160,57 @@ async def test_ignored_fields_are_named(serve):
     assert (await strict.post(COMPLETIONS, {"prompt": "a", "metadata": {}})).status_code == 200
 
 
+SAID = [{"role": "user", "content": "hi"}]
+NESTED = [
+    ("/v1/chat/completions", {"messages": [{**SAID[0], "zz": 1}]}, "messages.0.zz"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "zz": 1}]}]},
+        "messages.0.content.0.zz",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": SAID, "stream": True, "stream_options": {"include_usage": True, "zz": 1}},
+        "stream_options.zz",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": SAID, "tools": [{"type": "function", "function": {"name": "f", "zz": 1}}]},
+        "tools.0.function.zz",
+    ),
+    (
+        "/v1/messages",
+        {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "zz": 1}]}]},
+        "messages.0.content.0.zz",
+    ),
+    (
+        "/v1/messages",
+        {"max_tokens": 9, "messages": SAID, "tools": [{"name": "f", "input_schema": {}, "zz": 1}]},
+        "tools.0.zz",
+    ),
+    ("/v1/messages", {"max_tokens": 9, "messages": SAID, "thinking": {"type": "disabled", "zz": 1}}, "thinking.zz"),
+    ("/v1/responses", {"input": "a", "reasoning": {"zz": 1}}, "reasoning.zz"),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "text", "zz": 1}}}, "text.format.zz"),
+    ("/v1/responses", {"input": [{**SAID[0], "zz": 1}]}, "input.0.zz"),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "zz": 1}]}]},
+        "input.0.content.0.zz",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "name"), NESTED)
+async def test_unknown_keys_inside_are_named_or_refused(serve, path, body, name):
+    body = {"model": "toy", **body}
+    reply = await serve().post(path, body)
+    assert reply.status_code == 200, reply.text
+    assert name in reply.headers["x-vkit-ignored-fields"].split(",")
+    refused = await serve(reject_unknown_fields=True).post(path, body)
+    assert refused.status_code == 400
+    assert f"{name}: unknown field" in refused.json()["error"]["message"]
+
+
 async def test_hostile_field_names_cannot_break_headers(serve):
     served = serve()
     reply = await served.post(COMPLETIONS, {"prompt": "a", "x\r\nset-cookie: a": 1, "ünï": 1, "y" * 9000: 1})

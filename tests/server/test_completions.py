@@ -6,6 +6,8 @@ from itertools import chain
 
 import pytest
 
+from vkit.types import GRAMMAR_FAULT, FinishReason
+
 
 async def test_whole_reply_has_every_key(serve):
     served = serve()
@@ -384,6 +386,20 @@ async def test_failure_before_the_first_token_keeps_its_status(serve, toys):
             "param": None,
             "code": 500,
         }
+
+
+async def test_a_grammar_that_cannot_be_followed_is_told_to_the_client(serve, toys):
+    class Stuck(toys.FakeAsyncLLM):
+        def _tokens(self, *args):
+            for part in super()._tokens(*args):
+                if part is not None:
+                    part.finish_reason, part.error = FinishReason.ERROR, f"{GRAMMAR_FAULT} refused token 7"
+                yield part
+                return
+
+    reply = await serve(Stuck()).post("/v1/completions", {"prompt": "abc", "temperature": 0})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "structured_outputs: the grammar refused token 7"
 
 
 async def test_failure_inside_a_stream_is_a_frame(serve, toys):

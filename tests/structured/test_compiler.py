@@ -102,3 +102,14 @@ def test_constraints_are_checked_before_there_is_a_model(bad: dict[str, Any]) ->
 def test_what_nothing_can_satisfy_is_refused(fresh: GrammarCompiler) -> None:
     with pytest.raises(InvalidRequest, match="regex"):
         fresh.check(StructuredOutputs(regex="[^\\s\\S]"))
+
+
+def test_what_is_too_large_to_follow_is_refused_before_the_first_token(fresh: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequest, match="regex: it is too large to follow"):
+        fresh.check(StructuredOutputs(regex="(a{1000}){1000}"))
+
+
+@pytest.mark.parametrize("constraint", [{"json": {"$ref": "#"}}, {"grammar": "root ::= root root"}])
+def test_what_only_refers_to_itself_is_refused_in_words(fresh: GrammarCompiler, constraint: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="it refers to itself without an end"):
+        fresh.check(StructuredOutputs(**constraint))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import typing
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,7 +41,9 @@ def check_content_type(header: str | None) -> None:
 
 
 def decode_body(raw: bytes, shape: type[Body]) -> tuple[Body, list[str]]:
-    """The typed body and the names of its unknown top-level fields.
+    """The typed body and the dotted names of its unknown fields.
+
+    Those of objects that the body's types leave open are known to its method `unknown_keys`, where it has one.
 
     Raises:
         Problem: 400 for bad JSON, a wrong type, or a removed field.
@@ -54,8 +58,23 @@ def decode_body(raw: bytes, shape: type[Body]) -> tuple[Body, list[str]]:
         body = _with_integral_floats(raw, shape, exc)
     except msgspec.DecodeError as exc:
         raise _json_problem(exc, raw) from None
-    known = _field_names(shape)
-    return body, [name for name, value in fields.items() if name not in known and bytes(value) != _NULL]
+    unknown = list(_unknown_fields(fields, shape))
+    inner = getattr(body, "unknown_keys", None)
+    return body, unknown if inner is None else [*unknown, *inner()]
+
+
+def _unknown_fields(fields: dict[str, msgspec.Raw], shape: type[msgspec.Struct], where: str = "") -> Iterator[str]:
+    """Unknown fields of an object and of the typed objects in it."""
+    known = _inner_shapes(shape)
+    for name, value in fields.items():
+        if bytes(value) == _NULL:
+            continue
+        if name not in known:
+            yield where + name
+            continue
+        inner = known[name]
+        if inner is not None and bytes(value).lstrip()[:1] == b"{":
+            yield from _unknown_fields(_RAW_OBJECT.decode(value), inner, f"{where}{name}.")
 
 
 def _with_integral_floats(raw: bytes, shape: type[Body], exc: msgspec.ValidationError) -> Body:
@@ -111,8 +130,16 @@ def _decoder(shape: type[Body]) -> msgspec.json.Decoder[Body]:
 
 
 @functools.cache
-def _field_names(shape: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(field.encode_name for field in msgspec.structs.fields(shape))
+def _inner_shapes(shape: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct] | None]:
+    """Field -> the type of the object it may be."""
+    return {field.encode_name: _struct_in(field.type) for field in msgspec.structs.fields(shape)}
+
+
+def _struct_in(declared: Any) -> type[msgspec.Struct] | None:
+    for one in (declared, *typing.get_args(declared)):
+        if isinstance(one, type) and issubclass(one, msgspec.Struct):
+            return one
+    return None
 
 
 def _json_problem(exc: msgspec.DecodeError, raw: bytes) -> Problem:

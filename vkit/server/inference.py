@@ -9,11 +9,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vkit.errors import RequestFailed
+from vkit.errors import InvalidRequest, RequestFailed
 from vkit.media import PlacedPrompt
 from vkit.server.engine_protocol import Engine
 from vkit.server.state import ServerState
 from vkit.types import (
+    GRAMMAR_FAULT,
     CompletionOutput,
     FinishReason,
     OutputKind,
@@ -238,6 +239,8 @@ class Run:
         if part.finish_reason is not None:
             self._finish(key)
             if part.finish_reason is FinishReason.ERROR and part.error:
+                if part.error.startswith(GRAMMAR_FAULT):  # the client's own constraint: it is told which limit it met
+                    raise InvalidRequest(f"structured_outputs: {part.error}", param="structured_outputs")
                 raise RequestFailed(part.error)
         elif not part.token_ids and not part.text:
             return None

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
+from typing import Any
 
 from vkit.errors import InvalidRequest, MissingExtra
 from vkit.sequence import Grammar
@@ -186,3 +187,16 @@ def _check_start(grammar: TokenGrammar, vocabulary: GrammarVocabulary, kind: str
         raise refused(kind, in_one_line(str(error))) from None
     if not row.any():
         raise refused(kind, "no output can satisfy it")
+    _check_step(grammar, row.view(np.uint8), vocabulary, kind)
+
+
+def _check_step(grammar: TokenGrammar, allowed: Any, vocabulary: GrammarVocabulary, kind: str) -> None:
+    """Refuse a grammar that allows a token and cannot take it: the library meets some of its limits only then."""
+    import numpy as np
+
+    first = next((i for i in np.unpackbits(allowed, bitorder="little").nonzero()[0] if i not in vocabulary.end_ids), -1)
+    trial = grammar.fork()
+    if first >= 0 and not trial.accept_tokens([int(first)]):
+        fault = trial.fault
+        if fault is not None:
+            raise refused(kind, f"it is too large to follow ({in_one_line(fault)})")

@@ -28,6 +28,11 @@ class TokenGrammar:
         """Whether an end token was accepted. The library never sees those."""
         self._words = np.zeros(-(-vocabulary.num_library_tokens // 32), dtype=np.int32)
 
+    @property
+    def fault(self) -> str | None:
+        """Which limit of the library this grammar has met, if any."""
+        return self._matcher.get_error() if self._matcher.is_error() else None
+
     def fork(self) -> TokenGrammar:
         """An independent copy in the same state."""
         copy = type(self)(self._matcher.deep_copy(), self._vocabulary)

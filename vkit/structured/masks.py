@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from vkit.sequence import Grammar, Plan, ScheduledSequence
+from vkit.structured.messages import in_one_line
+from vkit.types import GRAMMAR_FAULT
 
 logger = logging.getLogger("vkit.structured")
 
@@ -71,7 +73,7 @@ class GrammarMasks:
                 fill_rows(sequence.grammar, sequence.draft_token_ids[: item.num_drafts], words)
             except Exception as error:  # a limit of the grammar library: it fails that request alone
                 logger.warning("grammar of sequence %s failed: %r", sequence.id, error)
-                filled.errors[sequence.id] = f"the grammar cannot be followed further: {error}"
+                filled.errors[sequence.id] = f"{GRAMMAR_FAULT} cannot be followed further: {in_one_line(str(error))}"
             else:
                 if sequence.params.ignore_eos:
                     self._forbid_ends(words)

@@ -9,6 +9,9 @@ from vkit.errors import InvalidRequest
 MAX_MESSAGE_LEN = 400
 """Characters of a library's message that are passed on."""
 
+_PLAIN = {"NoExtensionBias": "it refers to itself without an end, so no output can satisfy it"}
+"""Codes of the grammar library -> what they mean to whoever wrote the constraint."""
+
 _CAUSE = re.compile(r"^error: (.*)$", re.MULTILINE)
 
 
@@ -36,6 +39,7 @@ def in_one_line(message: str) -> str:
     """What a multi-line message of the grammar library says, without the picture of the place."""
     causes = _CAUSE.findall(message)
     head = message.split("\n", 1)[0]
+    head = _PLAIN.get(head.strip(), head)
     if causes and causes[0] not in head:
         head = causes[0] if head.endswith("regex parse error:") and ":" not in head[:-1] else f"{head} {causes[0]}"
     return clip(head, MAX_MESSAGE_LEN)

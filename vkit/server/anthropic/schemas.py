@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from vkit.server.known_keys import unknown_in_blocks
 from vkit.server.schema import UNSET, Int, Json, Unset
 
 
@@ -22,6 +23,11 @@ class CountTokensBody(Struct, kw_only=True):
     output_format: Json | None = None
     chat_template_kwargs: Json | None = None
     cache_control: Any = None
+
+    def unknown_keys(self) -> list[str]:
+        """Dotted names of unknown keys in blocks, tools and settings."""
+        fields = {name: getattr(self, name) for name in ("thinking", "tool_choice", "output_config")}
+        return list(unknown_in_blocks(self.messages, self.system, self.tools, fields))
 
 
 class MessagesBody(CountTokensBody, kw_only=True):

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from vkit.server.known_keys import unknown_in_chat
 from vkit.server.schema import (
     UNSET,
     ChoiceBody,
@@ -52,6 +53,10 @@ class ChatBody(ChoiceBody, kw_only=True):
     return_mm_kwargs: bool | None = None
     functions: list[Json] | None = None
     function_call: str | Json | None = None
+
+    def unknown_keys(self) -> list[str]:
+        """Dotted names of unknown keys in messages and tools."""
+        return list(unknown_in_chat(self.messages, self.tools))
 
 
 class LegacyLogprobs(Struct):
@@ -332,6 +337,10 @@ class TokenizeBody(Struct, kw_only=True):
     media_io_kwargs: Json | None = None
     mm_processor_kwargs: Json | None = None
     return_token_strs: bool | None = None
+
+    def unknown_keys(self) -> list[str]:
+        """Dotted names of unknown keys in messages and tools."""
+        return list(unknown_in_chat(self.messages, self.tools))
 
 
 class TokenizeReply(Struct):

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from vkit.server.known_keys import unknown_in_items
 from vkit.server.schema import UNSET, Int, Json, SamplingBody, StreamOptions, Unset
 
 
@@ -63,6 +64,10 @@ class ResponsesBody(SamplingBody, kw_only=True):
     mm_processor_kwargs: Json | None = None
     media_io_kwargs: Json | None = None
     enable_response_messages: bool | None = None
+
+    def unknown_keys(self) -> list[str]:
+        """Dotted names of unknown keys in input items and tools."""
+        return list(unknown_in_items(self.input, self.tools))
 
 
 class InputTokensDetails(Struct):
