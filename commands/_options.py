@@ -104,15 +104,21 @@ class MediaFlags:
         given: dict[MediaKind, list[str] | None] = {"image": self.image, "video": self.video, "audio": self.audio}
         if not any(given.values()):
             return {}
-        from vkit.media.given import as_media
-
         read: dict[MediaKind, list[Media]] = {}
         for kind, items in given.items():
-            try:
-                read[kind] = [as_media(kind, item) for item in items or ()]
-            except InvalidRequest as error:
-                raise UsageError(f"--{error.message}", remedy=error.remedy) from None
+            read[kind] = [_read_media(kind, item) for item in items or ()]
         return {kind: found for kind, found in read.items() if found}
+
+
+def _read_media(kind: MediaKind, source: str) -> Media:
+    from vkit.media.given import as_media
+
+    try:
+        return as_media(kind, source)
+    except InvalidRequest as error:
+        reason = error.message.removeprefix(f"{kind}: ")
+        where = "" if source in reason else f"{source if len(source) <= 200 else source[:200] + '…'}: "
+        raise UsageError(f"--{kind}: {where}{reason}", remedy=error.remedy) from None
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "path", found["path"]
     yield "format", found["format"]
     yield "architecture", found["architecture"] or "(none named)"
-    yield "can be loaded", "yes" if found["is_loadable"] else "no"
+    loads = "no" if not found["is_loadable"] else "yes" if found["tokenizer"] else "yes, but for its tokenizer"
+    yield "can be loaded", loads
     yield "parameters", _count(found["num_parameters"])
     bits = f"{found['bits_per_weight']:g} bits per weight"
     yield "weights", f"{_render.size(found['num_weight_bytes'])} in {found['num_tensors']} tensors, {bits}"

@@ -175,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if lost is not None:
             forget_stdout()
             return fail(f"standard output: {lost}", ExitStatus.FAILURE, error)
+        if isinstance(error, OSError) and error.strerror and (error.filename or error.errno in _FULL):
+            where = f"{error.filename}: " if error.filename else "a file could not be written: "
+            return fail(where + _lower_first(error.strerror), ExitStatus.FAILURE, error)
         reason = " ".join(str(error).split())
         return fail(f"internal: {type(error).__name__}: {reason}", ExitStatus.FAILURE, error, is_bug=True)
 

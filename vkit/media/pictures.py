@@ -59,8 +59,8 @@ def decode_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> ImageMedi
             return ImageMedia(rgb_pixels(upright))
     except UnidentifiedImageError:
         raise UnusableMedia("image", f"no known picture format ({', '.join(FORMATS)})") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UnusableMedia("image", str(error)) from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise UnusableMedia("image", f"more than {limits.max_pixels} pixels") from None
     except (OSError, ValueError, SyntaxError, IndexError, EOFError, TypeError, OverflowError) as error:
         # What Pillow's decoders raise over damaged files.
         raise UnusableMedia("image", f"it is damaged ({error})") from None
