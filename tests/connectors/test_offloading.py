@@ -317,6 +317,18 @@ def test_settings_that_cannot_be(
         open_tiny("OffloadingConnector", **settings)
 
 
+def test_budgets_that_hold_no_chunk_are_warned_of(
+    open_tiny: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, plain_tokens: list[int]
+) -> None:
+    model = open_tiny("OffloadingConnector", root_dir=str(tmp_path), cpu_bytes_to_use=10, fs_capacity_bytes=11)
+    for name, limit in (("cpu_bytes_to_use", 10), ("fs_capacity_bytes", 11)):
+        assert f"--kv-transfer-config: {name}: {limit} bytes hold no chunk, which takes " in caplog.text
+    assert model.tokens() == plain_tokens
+    caplog.clear()
+    open_tiny("OffloadingConnector", root_dir=str(tmp_path), cpu_bytes_to_use=10**6, fs_capacity_bytes=10**6)
+    assert "hold no chunk" not in caplog.text
+
+
 def test_recurrent_models_are_refused(open_tiny: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="recurrent states are not moved"):
         open_tiny("FileConnector", model="kimi_linear", root_dir=str(tmp_path))

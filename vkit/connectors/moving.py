@@ -21,6 +21,7 @@ from torch import Tensor
 from vkit.cache.connector import ConnectorStats, WorkerSide
 from vkit.cache.groups import CacheGroup
 from vkit.connectors.envelope import Payload
+from vkit.kv_transfer import FLAG
 
 logger = logging.getLogger("vkit.cache")
 
@@ -133,12 +134,17 @@ class Mover(WorkerSide):
         *,
         pack: Callable[[Tensor], Payload] | None = None,
         unpack: Callable[[Payload], Tensor] | None = None,
+        budgets: Mapping[str, int | None] | None = None,
     ) -> None:
-        """`pack` and `unpack` give chunks (layers, blocks, page_bytes) another form than their bytes in that order."""
+        """`pack` and `unpack` give chunks (layers, blocks, page_bytes) another form than their bytes in that order.
+
+        `budgets` are settings that limit bytes; one that holds no chunk is warned of once the size of chunks is known.
+        """
         self.store = store
         self.readers = ThreadPoolExecutor(NUM_READERS, "vkit-kv-read")
         self._groups = list(groups)
         self._chunk_blocks = chunk_blocks
+        self._budgets = {name: limit for name, limit in (budgets or {}).items() if limit is not None}
         self._notify = notify
         self._stats = stats
         self._pages: list[tuple[int, Tensor]] = []
@@ -172,7 +178,12 @@ class Mover(WorkerSide):
         ]
         self._page_bytes = self._pages[0][1].shape[1]
         layers, blocks, page_bytes = self.shape
-        self.store.payload_bytes = layers * blocks * page_bytes
+        self.store.payload_bytes = size = layers * blocks * page_bytes
+        for name, limit in self._budgets.items():
+            if limit < size:
+                logger.warning(
+                    "%s: %s: %d bytes hold no chunk, which takes %d: nothing is kept there", FLAG, name, limit, size
+                )
 
     def queued(self, key: bytes) -> Payload | None:
         """A chunk that waits to be written."""

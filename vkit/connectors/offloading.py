@@ -163,7 +163,8 @@ def make(context: ConnectorContext) -> KVConnector:
     identity = {**context.identity, "chunk_tokens": str(chunk_tokens)}
     store = TieredStore(memory, Folder(Path(root), identity, capacity))
     stats = ConnectorStats()
-    mover = Mover(store, context.groups, chunk_blocks, context.notify, stats)
+    budgets = {"cpu_bytes_to_use": num_bytes, "fs_capacity_bytes": capacity}
+    mover = Mover(store, context.groups, chunk_blocks, context.notify, stats, budgets=budgets)
     store.queued = mover.queued
     return chunked_connector(
         context, store, chunk_blocks=chunk_blocks, prompt_only=prompt_only, mover=mover, stats=stats

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -288,10 +288,11 @@ def chunked_connector(
     name_chunks: Callable[[Sequence, int, int], list[bytes]] | None = None,
     mover: Mover | None = None,
     stats: ConnectorStats | None = None,
+    budgets: Mapping[str, int | None] | None = None,
 ) -> KVConnector:
     """Both halves around a store."""
     stats = stats or ConnectorStats()
-    mover = mover or Mover(store, context.groups, chunk_blocks, context.notify, stats)
+    mover = mover or Mover(store, context.groups, chunk_blocks, context.notify, stats, budgets=budgets)
     rules = ChunkRules(context.block_size, chunk_blocks, prompt_only, is_remote, name_chunks)
     identity = identity_digest(context.identity)
     planner = ChunkPlanner(context.config, store, mover, rules, stats, identity, context.notify)

@@ -175,4 +175,4 @@ def make(context: ConnectorContext) -> KVConnector:
     except failures as error:
         raise UsageError(f"--kv-transfer-config: RedisConnector: url: no server answers: {error}") from None
     store = RedisStore(client, failures, context, ttl_s, max_bytes)
-    return chunked_connector(context, store, is_remote=True)
+    return chunked_connector(context, store, is_remote=True, budgets={"max_bytes": max_bytes})
