@@ -257,6 +257,7 @@ async def test_thinking_is_defined_only_when_asked(serve):
             "tools.0.function.parameters",
         ),
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"function_call": {"name": "f"}}, "function_call"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         (

@@ -275,6 +275,8 @@ def check_template_source(call: Call, template: str | None) -> None:
 
 def _tool_use(call: Call, body: ChatBody) -> ToolUse:
     tools, choice = body.tools, body.tool_choice
+    if body.functions is None and body.function_call not in (None, "none"):
+        raise bad_request("function_call: needs functions", "function_call")
     if tools is None and body.functions is not None:
         tools = [{"type": "function", "function": function} for function in body.functions]
         choice = body.function_call if choice is None else choice
