@@ -179,7 +179,8 @@ class InputProcessor:
         arrival_time = self.clock()
         if self.embeds:
             raise InvalidRequest(
-                "this model makes embeddings and generates no text", remedy="use embed, or POST /v1/embeddings"
+                "this model makes embeddings and generates no text",
+                remedy="use LLM.embed, or vkit serve and POST /v1/embeddings",
             )
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params: expected SamplingParams, got {params!r}", param="params")
