@@ -179,7 +179,8 @@ class InputProcessor:
         arrival_time = self.clock()
         if self.embeds:
             raise InvalidRequest(
-                "this model makes embeddings and generates no text", remedy="use embed, or POST /v1/embeddings"
+                "this model makes embeddings and generates no text",
+                remedy="use LLM.embed, or vkit serve and POST /v1/embeddings",
             )
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params: expected SamplingParams, got {params!r}", param="params")
@@ -300,7 +301,8 @@ class InputProcessor:
         `pixel_limits`: least and most pixels of an item, in place of the model's own.
 
         Raises:
-            InvalidRequest: media the model does not take, or that do not belong to the prompt's placeholders.
+            InvalidRequest: media the model does not take, or that do not belong to the prompt's placeholders; `param`
+                is multi_modal_data.KIND.N where the Nth item of a kind is to blame.
         """
         processor = self.media
         if processor is not None and pixel_limits != (None, None):
@@ -323,7 +325,7 @@ class InputProcessor:
                 "truncate_prompt_tokens: a prompt with media cannot be cut", param="truncate_prompt_tokens"
             )
         checked_token_ids("prompt", token_ids, self.vocab_size)
-        items = [processor.prepare(item) for item in media]
+        items = _prepared(processor, media)
         if self.max_encoded_media is not None:
             self._check_encoded(items, self.max_encoded_media)
         placed = processor.place(token_ids, items)
@@ -525,3 +527,15 @@ class _Grammars:
             return self.compile(self.constraint)
         self.is_first_taken = True
         return self.first
+
+
+def _prepared(processor: MediaProcessor, media: list[Media]) -> list[MediaInput]:
+    """Each item as the model takes it; a refusal says in `param` which item it is about."""
+    made: list[MediaInput] = []
+    for i, item in enumerate(media):
+        try:
+            made.append(processor.prepare(item))
+        except InvalidRequest as error:
+            error.param = f"multi_modal_data.{item.kind}.{sum(other.kind == item.kind for other in media[:i])}"
+            raise
+    return made

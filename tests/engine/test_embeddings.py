@@ -105,7 +105,7 @@ def test_cached_prefixes_serve_the_last_token_only(pooling: str, model: Path, go
 def test_the_library_names_the_right_method(model: Path) -> None:
     with open_llm(model, "last") as llm:
         for call in (lambda: llm.generate("x"), lambda: llm.stream("x"), lambda: llm.score("a", "b")):
-            with pytest.raises(InvalidRequest, match="use embed"):
+            with pytest.raises(InvalidRequest, match=r"use LLM\.embed"):
                 call()
         with pytest.raises(InvalidRequest, match="257 tokens"):
             llm.embed("z" * 257)
@@ -131,7 +131,7 @@ def test_async_embeddings_and_their_cancelling(model: Path) -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert (await engine.embed("x")).embedding == outputs[0].embedding
-            with pytest.raises(InvalidRequest, match="use embed"):
+            with pytest.raises(InvalidRequest, match=r"use LLM\.embed"):
                 await anext(engine.generate("x", SamplingParams()))
         finally:
             await engine.shutdown()

@@ -113,6 +113,9 @@ class ToyTemplate:
         except jinja2.TemplateError as exc:
             raise InvalidRequest(f"chat_template: {exc}", param="chat_template") from None
 
+    def mentions(self, name: str) -> bool:
+        return name in self.source
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

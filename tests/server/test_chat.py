@@ -257,6 +257,7 @@ async def test_thinking_is_defined_only_when_asked(serve):
             "tools.0.function.parameters",
         ),
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"function_call": {"name": "f"}}, "function_call"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         (
@@ -420,3 +421,22 @@ async def test_one_bos(serve, toys):
     assert engine.seen[-1][0] == [256, *b"hi"]
     await served.post(CHAT, {"messages": [USER], "add_special_tokens": True})
     assert engine.seen[-1][0].count(256) == 1
+
+
+async def test_what_the_template_never_shows_is_named(serve, toys):
+    plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    body = {
+        "messages": [USER, {"role": "assistant", "tool_calls": [call]}, USER],
+        "tools": [TOOL],
+        "documents": [{"title": "a"}],
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"style": "x"},
+    }
+    reply = await serve(toys.FakeAsyncLLM(template=plain)).post(CHAT, body)
+    assert reply.status_code == 200, reply.text
+    names = {"tools", "documents", "messages.1.tool_calls", "reasoning_effort", "chat_template_kwargs.style"}
+    assert set(reply.headers["x-vkit-ignored-fields"].split(",")) == names
+    whole = plain + "{{ tools }}{{ documents }}{{ tool_calls }}{{ reasoning_effort }}{{ style }}"
+    reply = await serve(toys.FakeAsyncLLM(template=whole)).post(CHAT, body)
+    assert "x-vkit-ignored-fields" not in reply.headers

@@ -235,6 +235,17 @@ def test_what_cannot_be_used_is_named(server, part, status, words):
     assert error["param"].startswith("messages.0.content.1")
 
 
+def test_what_cannot_be_prepared_is_named(server):
+    buffer = io.BytesIO()
+    Image.fromarray(np.zeros((2, 900, 3), dtype=np.uint8)).save(buffer, "PNG")
+    narrow = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    body = {"model": "toy", "messages": asked(text(), image_part(data_url(1)), image_part(narrow))}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "messages.0.content.2"
+    assert reply.json()["error"]["message"].startswith("messages.0.content.2: ")
+
+
 def test_limits_and_contradictions(server):
     def post(**body):
         reply = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "toy", **body}, timeout=60)

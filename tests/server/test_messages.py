@@ -140,6 +140,18 @@ async def test_conversation(serve):
     )
 
 
+async def test_a_document_keeps_its_title_and_context(serve):
+    served = serve()
+    document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "words"}}
+    content = [{**document, "title": "A tale", "context": "for children"}, {**document}]
+    reply = await served.post(MESSAGES, body(messages=[{"role": "user", "content": content}]))
+    assert reply.status_code == 200
+    assert prompt_text(served) == "[user]A tale\nfor children\nwords\nwords[assistant]"
+    content[0]["title"] = 5
+    refused = await served.post(MESSAGES, body(messages=[{"role": "user", "content": content}]))
+    assert refused.json()["error"]["message"].startswith("messages.0.content.0.title: expected a string")
+
+
 async def test_inner_system_stays_or_moves(serve, toys):
     served = serve()
     messages = [USER, {"role": "system", "content": "now"}, {"role": "user", "content": "b"}]
@@ -218,6 +230,28 @@ async def test_render(serve):
             400,
             "invalid_request_error",
             "output_config.format: json: the keyword 'not' cannot be enforced",
+        ),
+        (
+            {"output_format": {"type": "json_schema", "schema": {"not": {}}}},
+            400,
+            "invalid_request_error",
+            "output_format: json: the keyword 'not' cannot be enforced",
+        ),
+        ({"output_format": {"type": "xml"}}, 400, "invalid_request_error", "output_format: expected"),
+        (
+            {
+                "output_format": {"type": "json_schema", "schema": {}},
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+            },
+            400,
+            "invalid_request_error",
+            "output_format: cannot be combined",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "a"}]},
+            400,
+            "invalid_request_error",
+            "there are only system messages",
         ),
         ({"temperature": 3}, 400, "invalid_request_error", "temperature"),
     ],

@@ -240,6 +240,15 @@ async def test_replayed_items(serve):
     assert lost.status_code == 404
 
 
+async def test_settings_of_no_effect_are_named(serve):
+    body = {"input": "hi", "top_logprobs": 2, "text": {"verbosity": "low"}, "service_tier": "flex"}
+    reply = await serve().post(RESPONSES, body)
+    assert reply.status_code == 200
+    assert set(reply.headers["x-vkit-ignored-fields"].split(",")) == {"top_logprobs", "text.verbosity", "service_tier"}
+    body = {"input": "hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    assert "x-vkit-ignored-fields" not in (await serve().post(RESPONSES, body)).headers
+
+
 async def test_tools_of_other_kinds_are_echoed_and_named(serve):
     served = serve()
     tools = [{"type": "web_search"}, {"type": "local_shell"}]

@@ -320,3 +320,9 @@ class TestPitfall13:
         with pytest.raises(InvalidRequest, match="no chat template") as caught:
             ChatTemplate.for_tokenizer(sentencepiece_tokenizer)
         assert "--chat-template" in str(caught.value)
+
+
+def test_any_template_of_the_model_may_mention_a_name() -> None:
+    template = ChatTemplate({"default": "{{ messages }}", "tool_use": "{{ tools }}"})
+    assert template.mentions("tools")
+    assert not template.mentions("documents")

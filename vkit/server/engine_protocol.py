@@ -55,6 +55,9 @@ class ChatTemplate(Protocol):
     def source(self) -> str:
         """The template's Jinja text."""
 
+    def mentions(self, name: str) -> bool:
+        """Whether any of the model's templates speaks of this variable or key."""
+
     @property
     def content_format(self) -> str:
         """ "openai" when contents are handed over as lists of parts, "string" otherwise."""

@@ -268,4 +268,15 @@ async def place_media(
     items = await reader.read(references, options)
     data = {kind: [item for item in items if item.kind == kind] for kind in KINDS}
     given = {kind: listed for kind, listed in data.items() if listed}
-    return await engine.place_media(token_ids, given, pixel_limits=(options.min_pixels, options.max_pixels))
+    places = {
+        f"multi_modal_data.{kind}.{n}": reference.where
+        for kind in KINDS
+        for n, reference in enumerate(one for one in references if one.kind == kind)
+    }
+    try:
+        return await engine.place_media(token_ids, given, pixel_limits=(options.min_pixels, options.max_pixels))
+    except InvalidRequest as error:
+        where = places.get(error.param or "")
+        if where is None:
+            raise
+        raise media_problem(error, where) from None

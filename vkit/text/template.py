@@ -92,6 +92,10 @@ class ChatTemplate:
         """The Jinja source of the template that plain conversations use."""
         return self._choose(has_tools=False).source
 
+    def mentions(self, name: str) -> bool:
+        """Whether any of the model's templates speaks of this variable or key."""
+        return any(name in compiled.source for compiled in self._compiled.values())
+
     @property
     def content_format(self) -> ContentFormat:
         """Whether message contents are handed over as lists of parts (`openai`) or as strings."""

@@ -50,6 +50,7 @@ def chat_body(call: Call, body: CountTokensBody) -> ChatBody:
         _add_sampling(call, chat, body)
     _add_thinking(call, chat, body)
     _add_output_config(chat, body.output_config)
+    _add_output_format(chat, body)
     return chat
 
 
@@ -105,14 +106,24 @@ def _add_output_config(chat: ChatBody, config: Json | None) -> None:
             )
         if chat.reasoning_effort is None:
             chat.reasoning_effort = effort
-    form = config.get("format")
-    if form is not None:
-        schema = form.get("schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
-        if not isinstance(schema, dict):
-            raise bad_request(
-                "output_config.format: expected {type: json_schema, schema: {...}}", "output_config.format"
-            )
-        chat.response_format = ResponseFormat("json_schema", JsonSchemaFormat("output", schema))
+    if config.get("format") is not None:
+        chat.response_format = _json_schema(config["format"], "output_config.format")
+
+
+def _add_output_format(chat: ChatBody, body: CountTokensBody) -> None:
+    """The older spelling of output_config.format."""
+    if body.output_format is None:
+        return
+    if chat.response_format is not None:
+        raise bad_request("output_format: cannot be combined with output_config.format", "output_format")
+    chat.response_format = _json_schema(body.output_format, "output_format")
+
+
+def _json_schema(form: Any, where: str) -> ResponseFormat:
+    schema = form.get("schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+    if not isinstance(schema, dict):
+        raise bad_request(f"{where}: expected {{type: json_schema, schema: {{...}}}}", where)
+    return ResponseFormat("json_schema", JsonSchemaFormat("output", schema))
 
 
 def chat_messages(body: CountTokensBody, template: ChatTemplate | None) -> list[Json]:
@@ -144,7 +155,7 @@ def chat_messages(body: CountTokensBody, template: ChatTemplate | None) -> list[
     if system:
         made.insert(0, {"role": "system", "content": system})
     if not any(message["role"] != "system" for message in made):
-        raise bad_request("messages: must have at least one user message", "messages")
+        raise bad_request("messages: there are only system messages; at least one must be the user's", "messages")
     return made
 
 
@@ -306,7 +317,8 @@ def _plain_text(block: Json, where: str) -> str:
     if kind == "document":
         source = block.get("source")
         if isinstance(source, dict) and source.get("type") == "text":
-            return _string(source, "data", f"{where}.source")
+            heads = [_string(block, key, where) for key in ("title", "context") if block.get(key) is not None]
+            return "\n".join([*heads, _string(source, "data", f"{where}.source")])
         raise bad_request(f"{where}.source: only text documents are supported", f"{where}.source")
     if kind == "image":
         raise bad_request(f"{where}: no image is taken here", where)

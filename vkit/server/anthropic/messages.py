@@ -82,7 +82,7 @@ async def _prepare(call: Call, body: CountTokensBody, *, must_fit: bool = True) 
             chat_body(call, body),
             tool_use=tool_use(call, body),
             must_fit=must_fit,
-            format_field="output_config.format",
+            format_field="output_config.format" if body.output_format is None else "output_format",
         )
     except ContextOverflow as exc:
         # Clients shorten their history when they see these words.

@@ -55,7 +55,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
 
 NO_EFFECT_FIELDS = (
-    *("output_format", "metadata", "service_tier", "container", "context_management", "mcp_servers", "cache_control"),
+    *("metadata", "service_tier", "container", "context_management", "mcp_servers", "cache_control"),
     *("speed", "inference_geo", "diagnostics", "user_profile_id", "workspace_id", "kv_transfer_params"),
 )
 """Known fields that change nothing here: named in X-Vkit-Ignored-Fields when a request sets them."""

@@ -173,6 +173,7 @@ async def prepare(
     check_priority(priority, call.settings)
     if tool_use is None:
         tool_use = _tool_use(call, body)
+        _note_unrendered(call, body, tool_use)
     asked = asked_by(body, format_field=format_field)
     wanted = _wanted(call, body, best_of)
     chat = chat_prompt(call, body, tool_use)
@@ -275,12 +276,38 @@ def check_template_source(call: Call, template: str | None) -> None:
 
 def _tool_use(call: Call, body: ChatBody) -> ToolUse:
     tools, choice = body.tools, body.tool_choice
+    if body.functions is None and body.function_call not in (None, "none"):
+        raise bad_request("function_call: needs functions", "function_call")
     if tools is None and body.functions is not None:
         tools = [{"type": "function", "function": function} for function in body.functions]
         choice = body.function_call if choice is None else choice
         if isinstance(choice, dict) and "name" in choice and "type" not in choice:
             choice = {"type": "function", "function": choice}
     return chat_tool_use(call.state, tools, choice, parallel=body.parallel_tool_calls is not False)
+
+
+def _note_unrendered(call: Call, body: ChatBody, tool_use: ToolUse) -> None:
+    """Name what the model's template never shows it. A forced choice of tool holds all the same."""
+    template, own = call.state.engine.chat_template, body.chat_template
+
+    def is_lost(*names: str) -> bool:
+        if own is not None:
+            return not any(name in own for name in names)
+        return template is not None and not any(template.mentions(name) for name in names)
+
+    if tool_use.offered and is_lost("tools"):
+        call.ignored.append("tools" if body.tools is not None else "functions")
+    if body.documents and is_lost("documents"):
+        call.ignored.append("documents")
+    if is_lost("tool_calls"):
+        call.ignored.extend(
+            f"messages.{i}.tool_calls" for i, said in enumerate(body.messages) if said.get("tool_calls")
+        )
+    if call.state.parsers.parses_reasoning:  # these also tell the parser what to expect
+        return
+    if body.reasoning_effort is not None and is_lost("reasoning_effort", "enable_thinking"):
+        call.ignored.append("reasoning_effort")
+    call.ignored.extend(f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or () if is_lost(name))
 
 
 def template_variables(call: Call, kwargs: Json | None, *, reasoning_effort: str | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ KNOWN_INCLUDES = frozenset(
 )
 NO_EFFECT_FIELDS = (
     *("prompt_cache_retention", "client_metadata", "context_management", "kv_transfer_params"),
-    *("ec_transfer_params", "watermarking", "return_token_ids"),
+    *("ec_transfer_params", "watermarking", "return_token_ids", "service_tier"),
 )
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_LEN = 64
@@ -208,6 +208,10 @@ def _check_fields(call: Call, body: ResponsesBody) -> None:
         raise bad_request("max_tool_calls: must be at least 1", "max_tool_calls")
     if body.text is not None and body.text.verbosity not in (None, "low", "medium", "high"):
         raise bad_request("text.verbosity: expected low, medium or high", "text.verbosity")
+    if body.text is not None and body.text.verbosity is not None:
+        call.ignored.append("text.verbosity")
+    if body.top_logprobs and "message.output_text.logprobs" not in (body.include or ()):
+        call.ignored.append("top_logprobs")
     summary = None if body.reasoning is None else body.reasoning.summary or body.reasoning.generate_summary
     if summary not in (None, "auto", "concise", "detailed"):
         raise bad_request("reasoning.summary: expected auto, concise or detailed", "reasoning.summary")
