@@ -267,7 +267,7 @@ async def place_media(
         return None
     items = await reader.read(references, options)
     data = {kind: [item for item in items if item.kind == kind] for kind in KINDS}
-    given = {kind: listed for kind, listed in data.items() if listed}
+    given: dict[str, list[Media]] = {kind: listed for kind, listed in data.items() if listed}
     places = {
         f"multi_modal_data.{kind}.{n}": reference.where
         for kind in KINDS
