@@ -24,7 +24,7 @@ demo-video: $(VENV)/.stamp-vkit $(VENV)/.stamp-video
 		--workdir demo-video.work --out demo-video.mp4
 
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
-	$(BIN)/python -m pytest -m "not slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
 	$(BIN)/python -m pytest -m "slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)
