@@ -117,9 +117,9 @@ def serve(tiny: Path) -> Iterator[Callable[..., str]]:
         lines = []
         for line in process.stderr:
             lines.append(line)
-            if line.startswith("listening on "):
+            if line.startswith("ready after "):
                 threading.Thread(target=process.stderr.read, daemon=True).start()
-                return line.split()[-1]
+                return next(known.split()[-1] for known in lines if known.startswith("listening on "))
         raise AssertionError("".join(lines))
 
     yield start

@@ -168,7 +168,8 @@ class WorkDir:
         try:
             with safe_open(place, "pt") as file:
                 about = dict(file.metadata() or {})
-                found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+                # In memory of torch's own: a product's last bit may depend on how its operands are aligned.
+                found = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 - no mapping
         except (SafetensorError, OSError, ValueError) as error:
             raise ResumeError(f"{place}: is damaged: {error}", remedy=remedy) from None
         if about.pop(CHECKSUM, None) != _digest(found, about):
