@@ -143,6 +143,31 @@ def test_a_sequence_that_loads_holds_its_blocks_and_others_run() -> None:
     engine.close()
 
 
+def test_a_load_is_carried_out_although_its_sequence_ends_before_the_worker_heard_of_it() -> None:
+    """Its blocks are held until the worker has reported, so the order must reach it."""
+    store = Store()
+    warmed(store)
+    engine = connected_engine(store_connector(store, is_remote=True), async_scheduling=True)
+    schedule, was_aborted = engine.scheduler.schedule, []
+
+    def schedule_and_abort(*args: Any) -> Plan | None:
+        plan = schedule(*args)
+        if engine.scheduler.num_deferred and not was_aborted:
+            was_aborted.append(True)
+            engine.abort("loads")
+        return plan
+
+    engine.scheduler.schedule = schedule_and_abort  # type: ignore[method-assign]
+    engine.add_request(make_request(engine, PROMPT, GREEDY, name="loads"))
+    engine.add_request(make_request(engine, [3, 4, 5], GREEDY, name="other"))
+    outputs = run_patiently(engine)
+    assert was_aborted
+    assert outputs["loads"].outputs[0].finish_reason is FinishReason.ABORT
+    assert tokens_of(outputs["other"]) == plain_tokens([3, 4, 5])
+    assert engine.pool.usage == 0
+    engine.close()
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("lost", range(4))
 def test_recompute_goes_back_to_the_first_lost_block(is_async: bool, lost: int) -> None:

@@ -87,7 +87,10 @@ class SchedulerSide:
         return None
 
     def request_finished(self, sequence: Sequence, block_ids: list[list[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """(whether the blocks must stay until the worker reports the sequence as sent, parameters for the client)."""
+        """(whether the blocks must stay until the worker reports the sequence as sent, parameters for the client).
+
+        An asynchronous load that was ordered stays ordered: its blocks are held until the worker reports it.
+        """
         return False, None
 
     def request_preempted(self, sequence: Sequence) -> None:

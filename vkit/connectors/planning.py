@@ -148,7 +148,9 @@ class ChunkPlanner(SchedulerSide):
     def request_finished(self, sequence: Sequence, block_ids: list[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are copied out at once, so none must stay. A prompt computed for another engine is promised to it."""
         self._forget(sequence)
-        self._loads = [order for order in self._loads if order.sequence_id != sequence.id]
+        # What is read within a step goes with it. What is read in the background holds its blocks until the worker has
+        # reported it, so that order must reach the worker.
+        self._loads = [order for order in self._loads if order.sequence_id != sequence.id or order.payloads is None]
         params = sequence.kv_transfer_params or {}
         if not (self._config.stores and params.get("do_remote_decode") is True) or sequence.error is not None:
             return False, None
