@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vkit.errors import InvalidRequest
+from vkit.video.clips import first_slot
 from vkit.video.h3 import geometry
 from vkit.video.h3.geometry import Size
 
@@ -67,9 +68,9 @@ def test_tiles(cases: Cases) -> None:
 
 def test_resampling_to_24(cases: Cases) -> None:
     for row in cases["fps_resample"]:
-        repeats = geometry.resample_repeats(row["src_frames"], row["src_fps"])
-        assert repeats == row["repeats"]
-        assert sum(repeats) == row["out_frames"]
+        starts = [first_slot(index, row["src_fps"]) for index in range(row["src_frames"] + 1)]
+        assert [end - start for start, end in itertools.pairwise(starts)] == row["repeats"]
+        assert starts[-1] == row["out_frames"]
 
 
 @given(st.integers(1, 5000))

@@ -54,7 +54,7 @@ def clip_info(path: Path) -> ClipInfo:
         if shown is None:
             raise MediaError(f"{path}: it has no picture")
         height, width = shown.shape[:2]
-        return ClipInfo(width, height, math.floor(count * TARGET_FPS / fps + 0.5), bool(container.streams.audio))
+        return ClipInfo(width, height, first_slot(count, fps), bool(container.streams.audio))
 
 
 def read_clip(path: Path, max_frames: int, convert: Callable[[Pixels], Pixels]) -> Pixels:
@@ -78,6 +78,11 @@ def read_clip(path: Path, max_frames: int, convert: Callable[[Pixels], Pixels]) 
     return np.concatenate(kept)
 
 
+def first_slot(index: int, fps: float) -> int:
+    """The slot of 1/24 s from which on source frame `index` is shown: frames are held or dropped, never mixed."""
+    return math.floor(index * TARGET_FPS / fps + 0.5)
+
+
 def _held(path: Path) -> Iterator[tuple[Pixels, int]]:
     """Source frames, and in how many slots of 1/24 s each is shown."""
     if path.is_dir():
@@ -89,7 +94,7 @@ def _held(path: Path) -> Iterator[tuple[Pixels, int]]:
         before: Pixels | None = None
         start = index = 0
         for frame in _upright(container, stream, path):
-            slot = math.floor(index * TARGET_FPS / fps + 0.5)
+            slot = first_slot(index, fps)
             if before is not None:
                 if frame.shape != before.shape:
                     raise MediaError(f"{path}: its frames change their size")
@@ -97,7 +102,7 @@ def _held(path: Path) -> Iterator[tuple[Pixels, int]]:
             before, start = frame, slot
             index += 1
         if before is not None:
-            yield before, math.floor(index * TARGET_FPS / fps + 0.5) - start
+            yield before, first_slot(index, fps) - start
 
 
 def _first_frame(path: Path) -> Pixels:

@@ -57,16 +57,6 @@ def read_sound(path: Path, max_seconds: float) -> Wave:
     return np.ascontiguousarray(stereo.T, dtype=np.float32)
 
 
-def sound_seconds(path: Path) -> float:
-    """Length of a recording.
-
-    Raises:
-        MediaError, MissingExtra: as `read_sound`.
-    """
-    rate, samples = _decoded(path, None)
-    return len(samples) / rate
-
-
 def _decoded(path: Path, max_seconds: float | None) -> tuple[int, Wave]:
     """(sample rate, samples (N, C))."""
     try:

@@ -33,6 +33,7 @@ class ScriptedPipeline:
         self.failure: Exception | None = None
         self.is_closed = False
         self.can_resume = True
+        self.at_end: Callable[[], None] = lambda: None
         self.disk_bytes = 1
 
     def plan(self, request: VideoRequest, *, denoise_only: bool = False) -> VideoPlan:
@@ -87,6 +88,7 @@ class ScriptedPipeline:
                 raise VideoCancelled("cancelled")
         if self.failure is not None:
             raise self.failure
+        self.at_end()
         given["output"].write_bytes(FILE)
         plan = self.plan(request)
         return VideoResult(plan, workdir, given["output"], None, plan.num_frames, "0", {}, 0.0, 4, ("rendered",))

@@ -379,6 +379,14 @@ async def test_cancelling_and_deleting(studio):
     assert (await made.client.get("/v1/videos/vid_3")).status_code == 404
 
 
+async def test_a_job_cancelled_at_its_last_moment_stays_cancelled(studio):
+    made = studio()
+    made.pipeline.at_end = lambda: made.jobs.delete("vid_1")
+    await made.create()
+    done = await made.over("vid_1")
+    assert (done["status"], done["error"]) == ("failed", "cancelled")
+
+
 async def test_lists_are_paged(studio):
     made = studio(max_queued=9)
     for _ in range(5):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -311,7 +310,10 @@ class VideoJobs:
             logger.error("%s failed: %s", job.id, error)
             self._finish(job, FAILED, error=self._words(job, error))
         else:
-            self._finish(job, SUCCEEDED)
+            with self._lock:
+                # Whoever asked for its end while it was finished off must not find it after all.
+                was_cancelled = self._stop_current.is_set() and not self._is_closed
+                self._end(job, FAILED if was_cancelled else SUCCEEDED, error=CANCELLED if was_cancelled else None)
 
     def _generate(self, job: VideoJob, watch: _Watch, *, resume: bool) -> None:
         result = self._pipeline.generate(
@@ -421,8 +423,8 @@ def _as_path(kind: type[Any], value: Any) -> Any:
 
 
 _MAGIC = (
-    *((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"RIFF", ".riff"), (b"P6", ".ppm"), (b"fLaC", ".flac")),
-    *((b"OggS", ".ogg"), (b"ID3", ".mp3")),
+    *((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"P6", ".ppm"), (b"fLaC", ".flac"), (b"OggS", ".ogg")),
+    (b"ID3", ".mp3"),
 )
 
 
@@ -440,13 +442,3 @@ def problem_of(job: VideoJob) -> Problem | None:
     if job.status != SUCCEEDED:
         return Problem(409, f"The video is not finished: its status is {job.status}.")
     return None
-
-
-@contextlib.contextmanager
-def closing_jobs(jobs: VideoJobs | None) -> Any:
-    """Close them at the end, if there are any."""
-    try:
-        yield jobs
-    finally:
-        if jobs is not None:
-            jobs.close()

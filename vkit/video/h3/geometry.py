@@ -6,7 +6,6 @@ against its tables.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -192,12 +191,6 @@ def keyframe_fitting(source: Size, target: Size, fit: Fit, *, is_first: bool) ->
     width = max(target.width, round(source.width * scale))
     height = max(target.height, round(source.height * scale))
     return Fitting(Size(width, height), (width - target.width) // 2, (height - target.height) // 2, target)
-
-
-def resample_repeats(num_frames: int, fps: float, *, target_fps: float = FPS) -> list[int]:
-    """How often each source frame is shown at `target_fps`: frames are held or dropped, never mixed."""
-    starts = [math.floor(index * target_fps / fps + 0.5) for index in range(num_frames + 1)]
-    return [end - start for start, end in itertools.pairwise(starts)]
 
 
 @dataclass(frozen=True, slots=True)
