@@ -23,8 +23,9 @@ demo-video: $(VENV)/.stamp-vkit $(VENV)/.stamp-video
 	$(BIN)/vkit h3-gen $$(cat $(VENV)/tiny-h3.flags) --prompt "a lighthouse at dusk" --size 96x96 --duration 4 --steps 6 \
 		--workdir demo-video.work --out demo-video.mp4
 
+# Two processes with a thread each: two of two threads would wait for each other. The slow tests run with all threads.
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
 	$(BIN)/python -m pytest -m "slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background of a script: the programs that tests interrupt would inherit that they ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LOGGERS = [logging.getLogger(name) for name in ("vkit", "uvicorn")]
 
