@@ -9,6 +9,7 @@ from typing import Any
 
 from litestar.response.base import Response
 
+from vkit.errors import InvalidRequest
 from vkit.media import PlacedPrompt
 from vkit.server.call import Call
 from vkit.server.inference import Choice, Delta, EnginePrompt, Run, best_choices
@@ -47,7 +48,7 @@ from vkit.server.openai.shared import (
 )
 from vkit.server.openai.tools import ToolUse, chat_tool_use
 from vkit.server.parsing import ContentDelta, ReasoningDelta, ReplyContext, ReplyEvent, ReplyParser, ToolCallDelta
-from vkit.server.problems import bad_request, clip
+from vkit.server.problems import ContextOverflow, Problem, bad_request, clip, problem_from, renamed
 from vkit.server.prompts import ChatPrompt, encode_rendered, render_chat
 from vkit.server.sampling import (
     Wanted,
@@ -145,21 +146,36 @@ def render_context(prepared: Prepared) -> Json:
     }
 
 
+CHAT_NAMES: Mapping[str, str] = {}
+
+
 async def prepare(
     call: Call,
     body: ChatBody,
     *,
     tool_use: ToolUse | None = None,
     must_fit: bool = True,
-    format_field: str = "response_format",
+    names: Mapping[str, str] = CHAT_NAMES,
 ) -> Prepared:
     """The request, validated, rendered and tokenized.
 
-    `must_fit`: refuse a prompt that leaves no room for output. `format_field`: what the client calls response_format.
+    `must_fit`: refuse a prompt that leaves no room for output. `names`: what the client calls fields of chat, where its
+    route has other names for them.
 
     Raises:
         Problem: 400 or 404.
     """
+    try:
+        return await _prepared(call, body, tool_use, must_fit, names)
+    except ContextOverflow:
+        raise  # routes have words of their own for it
+    except (Problem, InvalidRequest) as exc:
+        raise renamed(problem_from(exc), names) from None
+
+
+async def _prepared(
+    call: Call, body: ChatBody, tool_use: ToolUse | None, must_fit: bool, names: Mapping[str, str]
+) -> Prepared:
     state = call.state
     model = state.served_name(body.model)
     engine = state.engine
@@ -173,8 +189,8 @@ async def prepare(
     check_priority(priority, call.settings)
     if tool_use is None:
         tool_use = _tool_use(call, body)
-        _note_unrendered(call, body, tool_use)
-    asked = asked_by(body, format_field=format_field)
+    _note_unrendered(call, body, tool_use, names)
+    asked = asked_by(body, format_field=names.get("response_format", "response_format"))
     wanted = _wanted(call, body, best_of)
     chat = chat_prompt(call, body, tool_use)
     text = await render_chat(engine, chat, engine.compile_template)
@@ -286,28 +302,35 @@ def _tool_use(call: Call, body: ChatBody) -> ToolUse:
     return chat_tool_use(call.state, tools, choice, parallel=body.parallel_tool_calls is not False)
 
 
-def _note_unrendered(call: Call, body: ChatBody, tool_use: ToolUse) -> None:
+def _note_unrendered(call: Call, body: ChatBody, tool_use: ToolUse, names: Mapping[str, str]) -> None:
     """Name what the model's template never shows it. A forced choice of tool holds all the same."""
     template, own = call.state.engine.chat_template, body.chat_template
 
-    def is_lost(*names: str) -> bool:
+    def is_lost(*variables: str) -> bool:
         if own is not None:
-            return not any(name in own for name in names)
-        return template is not None and not any(template.mentions(name) for name in names)
+            return not any(name in own for name in variables)
+        return template is not None and not any(template.mentions(name) for name in variables)
+
+    def note(field: str) -> None:
+        call.ignored.append(names.get(field, field))
 
     if tool_use.offered and is_lost("tools"):
-        call.ignored.append("tools" if body.tools is not None else "functions")
+        note("functions" if body.functions is not None and body.tools is None else "tools")
     if body.documents and is_lost("documents"):
-        call.ignored.append("documents")
+        note("documents")
     if is_lost("tool_calls"):
-        call.ignored.extend(
-            f"messages.{i}.tool_calls" for i, said in enumerate(body.messages) if said.get("tool_calls")
-        )
+        called = [f"messages.{i}.tool_calls" for i, said in enumerate(body.messages) if said.get("tool_calls")]
+        if called and "tool_calls" in names:  # the messages were put together from the route's own items
+            called = ["tool_calls"]
+        for field in called:
+            note(field)
     if call.state.parsers.parses_reasoning:  # these also tell the parser what to expect
         return
     if body.reasoning_effort is not None and is_lost("reasoning_effort", "enable_thinking"):
-        call.ignored.append("reasoning_effort")
-    call.ignored.extend(f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or () if is_lost(name))
+        note("reasoning_effort")
+    for name in body.chat_template_kwargs or ():
+        if is_lost(name):
+            note(f"chat_template_kwargs.{name}")
 
 
 def template_variables(call: Call, kwargs: Json | None, *, reasoning_effort: str | None) -> dict[str, Any]:
