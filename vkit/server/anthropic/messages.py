@@ -21,7 +21,7 @@ from vkit.server.anthropic.schemas import (
 )
 from vkit.server.call import Call
 from vkit.server.inference import Choice, Run
-from vkit.server.openai.chat import Prepared, prepare, render_context
+from vkit.server.openai.chat.request import Prepared, prepare, render_context
 from vkit.server.openai.completions import log_outputs
 from vkit.server.openai.render import rendered
 from vkit.server.openai.shared import with_load_header

@@ -8,7 +8,7 @@ from typing import Any
 from litestar.response.base import Response
 
 from vkit.server.call import Call, new_id
-from vkit.server.openai.chat import Prepared, prepare, render_context
+from vkit.server.openai.chat.request import Prepared, prepare, render_context
 from vkit.server.openai.render import rendered
 from vkit.server.openai.responses.items import chat_messages, continues_last, normalised_items
 from vkit.server.openai.responses.job import ResponseJob
