@@ -70,7 +70,7 @@ class MergeTables:
 
     @classmethod
     def build(cls, tokens: Sequence[str], ids: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> MergeTables:
-        """The tables of `merges`, the first of which goes first, over the spellings `ids`; of equals the last counts."""
+        """The tables of `merges`, the first going first, over the spellings `ids`; of equals the last counts."""
         by_pair = {ids[left] << 32 | ids[right]: (rank, ids[left + right]) for rank, (left, right) in enumerate(merges)}
         pairs = sorted(by_pair)
         order = sorted((text.encode(), token_id) for text, token_id in ids.items())
