@@ -23,6 +23,7 @@ FOLDERS = {"vkit": ROOT / "vkit", "vkit.commands": ROOT / "commands", "vkit.kern
 RANKS: dict[str, int] = {
     # A module imports only what has its own rank or a lower one. See docs/architecture.md.
     "vkit.errors": 0,
+    "vkit.collector": 1,
     "vkit.config": 1,
     "vkit.env": 1,
     "vkit.kv_transfer": 1,
@@ -77,17 +78,20 @@ RANKS: dict[str, int] = {
     "vkit.cli": 10,
     "vkit.command": 10,
     "vkit.manual": 10,
+    "vkit.plain_option": 10,
     "vkit.commands": 11,
 }
 TORCH_FREE = [
     "vkit.errors",
     "vkit.types",
+    "vkit.collector",
     "vkit.config",
     "vkit.env",
     "vkit.discovery",
     "vkit.command",
     "vkit.cli",
     "vkit.manual",
+    "vkit.plain_option",
     "vkit.scheduler",
     "vkit.policies",
     "vkit.sequence",
@@ -123,6 +127,7 @@ COMMANDS_MAY_IMPORT = {
     "vkit.benchmark",
     "vkit.cli",
     "vkit.client",
+    "vkit.collector",
     "vkit.command",
     "vkit.commands",
     "vkit.config",
