@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vkit.kernels.cases_packed import packed_cases
 from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.paged import PagedBatch
 
@@ -129,7 +130,7 @@ def _widened(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.dtype == dtype:
         return _all_memory(value).float().as_strided(value.shape, value.stride(), value.storage_offset())
     if isinstance(value, ExpertMatrix):
-        return replace(value, weights=tuple(weight.float() for weight in value.weights if isinstance(weight, Tensor)))
+        return replace(value, weights=tuple(_widened(weight, dtype) for weight in value.weights))
     if isinstance(value, list):
         return [_widened(item, dtype) for item in value]
     return _copied(value)
@@ -322,5 +323,8 @@ def _experts() -> Iterator[Case]:
             yield Case("run_experts", f"{shape}, {activation}", build)
 
 
-CASES: tuple[Case, ...] = (*_norms(), *_activations(), *_ropes(), *_writes(), *_attentions(), *_experts())
+CASES: tuple[Case, ...] = (
+    *(*_norms(), *_activations(), *_ropes(), *_writes(), *_attentions(), *_experts()),
+    *packed_cases(Case),
+)
 """Every case of every op with a faster kernel."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vkit.kernels.cases_packed import packed_works
 from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.paged import PagedBatch
 
@@ -158,6 +159,7 @@ def works(device: torch.device, sizes: Sizes) -> Iterator[Work]:
     )
     yield Work("write_kv", label, lambda: _write_arguments(s, normal, device), 4 * s.kv_heads * head_bytes)
     yield _experts_work(s, normal, device)
+    yield from packed_works(Work, s, device)
     for batch in s.batches:
         yield _attention(s, normal, device, f"decode, {batch} x {s.context}", batch, 1, s.context)
     yield _attention(s, normal, device, f"prefill, {s.prompt}", 1, s.prompt, s.prompt)
