@@ -486,7 +486,7 @@ def check_model(args: EngineArgs) -> CheckedModel:
             method = described.drafting.settings.method
             raise UsageError(
                 f"--kv-transfer-config: cannot go with drafts of {method}, whose own cache entries no connector keeps",
-                remedy="use the ngram method, or leave one of them out",
+                remedy="use ngram or suffix, or leave one of them out",
             )
         if embedding is not None:
             raise UsageError(f"--speculative-config: {checkpoint.name} makes embeddings and generates no tokens")

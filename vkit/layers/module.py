@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vkit.distributed import Ranks
-from vkit.quantization import QuantizedTensor, ScaledMatrix, Weight
+from vkit.quantization import QuantizedTensor, ScaledMatrix, Weight, placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,14 @@ class Placement:
         return dense.to(self.device, self.dtype if dtype is None else dtype)
 
     def matrix(self, value: Weight) -> Weight:
-        """A large weight on the device, packed if it is packed.
+        """A large weight on the device, packed if it is packed, and then as the device's kernels want it.
 
         Under float32 activations a dense weight keeps its own type (and stays a view of the mapped file on a host):
         widening it would double its memory and gain nothing.
         """
-        if isinstance(value, QuantizedTensor | ScaledMatrix):
+        if isinstance(value, QuantizedTensor):
+            return placed(value, self.device)
+        if isinstance(value, ScaledMatrix):
             return value.to(self.device)
         if self.dtype is torch.float32 and value.dtype in (torch.float16, torch.bfloat16):
             return value.to(self.device)
