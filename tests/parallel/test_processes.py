@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from vkit import LLM, EngineArgs, EngineDeadError, ModelLoadError, SamplingParams, UsageError
+from vkit import LLM, EngineArgs, EngineDeadError, ImageMedia, ModelLoadError, SamplingParams, UsageError
 from vkit.parallel import team
 from vkit.parallel.launch import Launch, check_launch, find_launch
 from vkit.parallel.messages import Start
@@ -188,6 +192,29 @@ def test_families_in_processes(name: str, file: str, keywords: dict[str, Any]) -
         assert greedy(llm, [prompt for prompt, _ in work], 13) == [expected[:13] for _, expected in work]
 
 
+@pytest.mark.slow
+def test_pictures_are_seen_by_all_ranks(tmp_path: Path) -> None:
+    """Every rank has the whole tower, and is told what to encode."""
+    for file in [*(GOLDENS / "byte_tokenizer").iterdir(), *(GOLDENS / "qwen3_vl").glob("*.json")]:
+        shutil.copy(file, tmp_path / file.name)
+    (tmp_path / "model.safetensors").symlink_to(GOLDENS / "qwen3_vl" / "model.safetensors")
+    sizes = {"size": {"shortest_edge": 256, "longest_edge": 1024}, "patch_size": 4}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(sizes))
+    pixels = np.random.default_rng(0).integers(0, 256, (31, 17, 3), dtype=np.uint8)
+    prompt = {
+        "prompt": "a<|vision_start|><|image_pad|><|vision_end|>b, what",
+        "multi_modal_data": {"image": ImageMedia(pixels)},
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = []
+    for size in (1, 2):
+        settings = {**SMALL, "num_blocks": 200, "max_model_len": 120, "dtype": "float32"}
+        with LLM(str(tmp_path), tensor_parallel_size=size, **settings) as llm:
+            outputs = llm.generate([prompt, "only text", prompt], params)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
 @pytest.fixture
 def environment() -> dict[str, str]:
     return {**{key: value for key, value in os.environ.items() if not key.startswith("VKIT_")}, "OMP_NUM_THREADS": "1"}
@@ -286,14 +313,40 @@ def test_an_interrupt_while_loading_leaves_no_rank_behind(environment: dict[str,
     assert not any(child.is_running() for child in children)
 
 
+TORCHRUN_PROGRAM = [sys.executable, "-m", "torch.distributed.run"]
+GREEDY = ["--prompt", "hello", "--max-tokens", "8", "--temperature", "0", "--num-blocks", "64"]
+
+
+@pytest.fixture(scope="module")
+def expected_text() -> str:
+    """What one process says."""
+    args = [*command(sys.executable, "-m", "vkit", "complete"), *GREEDY]
+    return subprocess.run(args, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
 @pytest.mark.slow
-def test_torchrun_starts_the_same(environment: dict[str, str]) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vkit"]
-    texts = []
-    for program, size in (([sys.executable, "-m", "vkit"], "1"), (torchrun, "2")):
-        args = [*command(*program, "complete"), "--prompt", "hello", "--max-tokens", "8", "--temperature", "0"]
-        args += ["--num-blocks", "64", "--tensor-parallel-size", size]
-        done = subprocess.run(args, capture_output=True, text=True, env=environment, timeout=120)
-        assert done.returncode == 0, done.stderr
-        texts.append(done.stdout)
-    assert texts[0] == texts[1] != ""
+def test_torchrun_starts_the_same(expected_text: str, environment: dict[str, str]) -> None:
+    program = [*TORCHRUN_PROGRAM, "--standalone", "--nproc-per-node", "2", "-m", "vkit", "complete"]
+    args = [*command(*program), *GREEDY, "--tensor-parallel-size", "2"]
+    done = subprocess.run(args, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected_text != ""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_as_on_several_hosts(expected_text: str, environment: dict[str, str]) -> None:
+    """Two agents with a rank each: nothing tells the ranks that both are on this host."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    agents = []
+    for node in ("1", "0"):
+        program = [*TORCHRUN_PROGRAM, "--nnodes", "2", "--node-rank", node, "--nproc-per-node", "1"]
+        program += ["--master-addr", "127.0.0.1", "--master-port", port, "-m", "vkit", "complete"]
+        args = [*command(*program), *GREEDY, "--tensor-parallel-size", "2"]
+        agents.append(
+            subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+    other, own = (agent.communicate(timeout=120) for agent in agents)
+    assert [agent.returncode for agent in agents] == [0, 0], (own, other)
+    assert own[0] == expected_text
+    assert other[0] == ""

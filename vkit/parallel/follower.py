@@ -23,7 +23,7 @@ import torch
 from vkit.config import EngineArgs, EngineConfig
 from vkit.distributed import Ranks
 from vkit.distributed.groups import open_group
-from vkit.errors import ExitStatus, VkitError
+from vkit.errors import ExitStatus, ModelLoadError, VkitError
 from vkit.loading import ResidentModel, open_share
 from vkit.parallel.channel import BEAT_S, SILENCE_S, Channel, call
 from vkit.parallel.launch import LOCALHOST, Launch, Meeting, find_meeting, join_store, torchrun_store
@@ -134,12 +134,20 @@ def _run(channel: Channel, work: Callable[[], None]) -> ExitStatus:
 
 
 def follow_torchrun(args: EngineArgs, launch: Launch) -> ExitStatus:
-    """The life of a process that torchrun started as another rank than 0; its own paths hold."""
+    """The life of a process that torchrun started as another rank than 0; its own paths hold.
+
+    Raises:
+        ModelLoadError: rank 0 is not there.
+    """
+    try:
+        store = torchrun_store()
+        meeting = find_meeting(store)
+        channel = call(meeting.host, meeting.port, bytes.fromhex(meeting.key), launch.rank)
+    except (OSError, EOFError, RuntimeError) as error:
+        raise ModelLoadError(f"--tensor-parallel-size: rank {launch.rank} cannot reach rank 0: {error}") from None
+    # torchrun signals all ranks, and rank 0 finishes what runs. Until here there was nothing to finish.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # torchrun signals all ranks, and rank 0 finishes what runs
-    store = torchrun_store()
-    meeting = find_meeting(store)
-    channel = call(meeting.host, meeting.port, bytes.fromhex(meeting.key), launch.rank)
+        signal.signal(number, signal.SIG_IGN)
 
     def own_paths(config: EngineConfig) -> EngineConfig:
         return replace(config, model=args.model, mmproj=args.mmproj)
