@@ -166,12 +166,12 @@ def test_packed_gguf_files_are_cut_at_block_edges(
 @pytest.mark.parametrize(
     "name",
     [
-        *("awq", "gptq_act_order", "ct_fp8_dynamic", "nvfp4_ct"),
+        *("awq", "ct_fp8_dynamic"),
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
                 *("ct_int4", "ct_int4_asym", "ct_int8_w8a8", "fp8_block", "fp8_static", "gptq", "gptq_8bit"),
-                *("mxfp4_ct", "nvfp4_modelopt", "nvfp4a16_ct"),
+                *("mxfp4_ct", "nvfp4_modelopt", "nvfp4a16_ct", "gptq_act_order", "nvfp4_ct"),
             )
         ),
     ],

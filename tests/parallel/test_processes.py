@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from vkit import LLM, EngineArgs, EngineDeadError, ImageMedia, ModelLoadError, SamplingParams, UsageError
 from vkit.parallel import team
 from vkit.parallel.launch import Launch, check_launch, find_launch
-from vkit.parallel.messages import Start
+from vkit.parallel.messages import Start, Step
 
 GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
 SMALL: dict[str, Any] = {
@@ -157,6 +157,29 @@ def test_what_torchrun_says_is_read() -> None:
 
 
 # Slow
+
+
+@pytest.mark.slow
+def test_of_several_ranks_the_lost_one_is_named() -> None:
+    """The others notice as soon as rank 0 does, and do not take the blame."""
+    with open_golden("llama", tensor_parallel_size=4) as llm:
+        children = followers()
+        children[1].kill()
+        with pytest.raises(EngineDeadError, match=rf"process {children[1].pid}\) was ended by SIGKILL"):
+            greedy(llm, [[1, 2, 3]], 64)
+    assert not followers()
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_says_how(caplog: pytest.LogCaptureFixture) -> None:
+    """Here it is sent nonsense between two steps."""
+    with open_golden("llama") as llm:
+        shared: Any = llm._loaded.engine.runner
+        shared._team.send(Step(None))  # type: ignore[arg-type]
+        with pytest.raises(EngineDeadError, match="rank 1: AttributeError: 'NoneType'"):
+            greedy(llm, [[1, 2, 3]], 64)
+    assert "Traceback" in caplog.text
+    assert not followers()
 
 
 @pytest.mark.slow

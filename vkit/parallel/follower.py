@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ import torch
 
 from vkit.config import EngineArgs, EngineConfig
 from vkit.distributed import Ranks
-from vkit.distributed.groups import open_group
+from vkit.distributed.groups import RankLost, open_group
 from vkit.errors import ExitStatus, ModelLoadError, VkitError
 from vkit.loading import ResidentModel, open_share
 from vkit.parallel.channel import BEAT_S, SILENCE_S, Channel, call
@@ -122,15 +123,22 @@ def _run(channel: Channel, work: Callable[[], None]) -> ExitStatus:
     try:
         work()
     except Exception as error:  # whatever it was, rank 0 must hear of it
-        reason = str(error) if isinstance(error, VkitError) else f"{type(error).__name__}: {error}"
         try:
-            channel.send(Failed(reason))
+            channel.send(_last_words(error))
         except OSError:
             return ExitStatus.FAILURE  # rank 0 went first
         # Rank 0 hangs up when it has read this; leaving earlier could lose it.
         time.sleep(BEAT_S)
         return ExitStatus.FAILURE
     return ExitStatus.OK
+
+
+def _last_words(error: Exception) -> Failed:
+    if isinstance(error, VkitError):
+        return Failed(str(error))
+    if isinstance(error, RankLost):
+        return Failed(f"another rank was lost: {error}", is_echo=True)
+    return Failed(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
 
 def follow_torchrun(args: EngineArgs, launch: Launch) -> ExitStatus:
