@@ -212,6 +212,10 @@ class EngineArgs:
     prefix_caching_hash_algo: str = "sha256"
     async_scheduling: bool | None = None
     """Plan the next step while the device runs this one; None: on for CUDA."""
+    enforce_eager: bool = False
+    """Run every step op by op: no captured decoding steps on CUDA, no recorded program on a CPU."""
+    cudagraph_capture_sizes: Sequence[int] | str | None = None
+    """Numbers of sequences that decoding steps are captured for, a list or "1,2,4"; None: 1, 2, 4, 8, and so on."""
     enable_jump_forward: bool = False
     """Append tokens that a grammar leaves no choice about without a step for each."""
     structured_outputs_backend: str = "auto"
@@ -305,9 +309,11 @@ class EngineArgs:
         for name in ("enable_prefix_caching", "async_scheduling"):
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
+        object.__setattr__(self, "cudagraph_capture_sizes", _capture_sizes(self.cudagraph_capture_sizes))
         for name in (
             "disable_chunked_mm_input",
             "enable_chunked_prefill",
+            "enforce_eager",
             "enable_jump_forward",
             "enable_lora",
             "deterministic",
@@ -352,6 +358,13 @@ class EngineArgs:
                     raise UsageError(f"{flag_of(name)}: cuts prompts, so it needs --enable-chunked-prefill")
         if self.device == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect with --device cuda")
+        if self.capture_sizes:
+            if self.enforce_eager:
+                raise UsageError("--cudagraph-capture-sizes: nothing is captured with --enforce-eager")
+            if self.capture_sizes[-1] > self.max_num_seqs:
+                raise UsageError(
+                    f"--cudagraph-capture-sizes: {self.capture_sizes[-1]} is above --max-num-seqs {self.max_num_seqs}"
+                )
 
     @property
     def speculation(self) -> SpeculativeSettings | None:
@@ -359,6 +372,13 @@ class EngineArgs:
         settings = self.speculative_config
         assert settings is None or isinstance(settings, SpeculativeSettings)
         return settings
+
+    @property
+    def capture_sizes(self) -> tuple[int, ...]:
+        """Numbers of sequences that decoding steps are captured for, ascending; none: chosen by the engine."""
+        sizes = self.cudagraph_capture_sizes
+        assert sizes is None or isinstance(sizes, tuple)
+        return sizes or ()
 
     def _check_media(self, model: ModelFacts) -> None:
         """Refuse what only means something for models that take media."""
@@ -383,6 +403,8 @@ class EngineArgs:
             raise UsageError(f"--device: {self.device} was asked for, but the device found is {device.kind}")
         if device.kind == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect on {device.kind}")
+        if device.kind != "cuda" and self.capture_sizes:
+            raise UsageError(f"--cudagraph-capture-sizes: has no effect on {device.kind}, only with --device cuda")
         if self.gguf_dequantize and model.format != "gguf":
             raise UsageError(f"--gguf-dequantize: {model.name} is a {model.format} checkpoint, not a GGUF file")
         self._check_media(model)
@@ -445,6 +467,8 @@ class EngineArgs:
             limit_mm_per_prompt=limits,
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
+            enforce_eager=self.enforce_eager,
+            cudagraph_capture_sizes=self.capture_sizes,
             enable_jump_forward=self.enable_jump_forward,
             enable_lora=self.enable_lora,
             lora_modules=tuple(self.lora_modules),
@@ -505,6 +529,9 @@ class EngineConfig:
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     prefix_caching_hash_algo: str
     async_scheduling: bool
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    """Numbers of sequences that decoding steps are captured for; none: the engine's own choice."""
     enable_jump_forward: bool
     enable_lora: bool = False
     lora_modules: tuple[str, ...] = ()
@@ -572,6 +599,17 @@ def _class_paths(given: str | Sequence[str]) -> tuple[str, ...]:
         if len(parts) != 2 or not all(part.isidentifier() for whole in parts for part in whole.split(".")):
             raise UsageError(f"--logits-processors: expected module:Class, got {path!r}")
     return tuple(dict.fromkeys(paths))
+
+
+def _capture_sizes(given: Sequence[int] | str | None) -> tuple[int, ...] | None:
+    """The numbers, ascending; a text is a list with commas."""
+    if given is None:
+        return None
+    items = given.split(",") if isinstance(given, str) else list(given)
+    sizes = [int(item) if isinstance(item, str) and item.strip().isdigit() else item for item in items]
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise UsageError(f"--cudagraph-capture-sizes: expected positive numbers such as 1,2,4,8, got {given!r}")
+    return tuple(sorted({size for size in sizes if isinstance(size, int)}))
 
 
 def _base_name(model: str) -> str:

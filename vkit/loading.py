@@ -31,9 +31,10 @@ from vkit.config import (
 )
 from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
-from vkit.device import Device, find_device, return_freed_memory
+from vkit.device import Device, find_device, return_device_memory, return_freed_memory
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
+from vkit.graphs import recorder_for
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.kv_transfer import KVTransferConfig
 from vkit.layers import AdapterSwitch, Experts
@@ -53,6 +54,7 @@ from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.pooling import EmbeddingForm, Pooling, embedding_form
 from vkit.runner import PreparedStep, Runner
+from vkit.sampled import SampledTokens
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan, StepSamples
 from vkit.speculation.checkpoints import DraftPlan, has_draft_head, plan_drafts
@@ -120,7 +122,8 @@ class ResidentModel:
         assert self._model is not None, "weights come before the cache"
         config = self._config
         specs = self._drafting.specs if self._drafting is not None else ()
-        return Runner(
+        captures = not config.enforce_eager and not self._model.embeds
+        runner = Runner(
             self._model,
             config,
             config.num_blocks,
@@ -128,17 +131,22 @@ class ResidentModel:
             self._worker,
             drafter=self._drafter,
             draft_specs=specs,
+            recorder=recorder_for(torch.device(config.device)) if captures else None,
+            capture_sizes=config.cudagraph_capture_sizes,
+            is_eager=config.enforce_eager,
         )
+        runner.capture()
+        return runner
 
     def draft(self, plan: Plan, samples: StepSamples) -> list[Drafts]:
         """Drafts for each item of the step that was run last."""
         assert self._runner is not None, "a sleeping model runs no steps"
         return self._runner.draft(plan, samples)
 
-    def prepare(self, plan: Plan) -> PreparedStep:
-        """Host work of a step."""
+    def prepare(self, plan: Plan, sampled: SampledTokens | None = None) -> PreparedStep:
+        """Host work of a step. `sampled`: where the tokens are that only the device knows."""
         assert self._runner is not None, "a sleeping model runs no steps"
-        return self._runner.prepare(plan)
+        return self._runner.prepare(plan, sampled)
 
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32 of a prepared step."""
@@ -157,10 +165,11 @@ class ResidentModel:
 
     def sleep(self, level: int) -> None:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
-        self._runner = None
+        self._drop_runner()
         if level == 2 or self._config.device != "cpu":
             self._drafter = None
             self._drop_model()
+        return_device_memory(torch.device(self._config.device))
 
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
@@ -173,11 +182,18 @@ class ResidentModel:
 
     def close(self) -> None:
         """Free everything."""
-        self._runner = self._drafter = None
+        self._drop_runner()
+        self._drafter = None
         self._drop_model()
+        return_device_memory(torch.device(self._config.device))
         self._checkpoint.close()
         if self._drafting is not None:
             self._drafting.close()
+
+    def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
 
     def _drop_model(self) -> None:
         self._model = None
