@@ -53,6 +53,7 @@ RANKS: dict[str, int] = {
     "vkit.parsers": 5,
     "vkit.randomness": 5,
     "vkit.structured": 5,
+    "vkit.token_logprobs": 5,
     "vkit.video": 5,
     "vkit.adapters": 6,
     "vkit.encoding": 6,

@@ -625,6 +625,7 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         enable_prefix_caching=config.enable_prefix_caching,
         prefix_caching_hash_algo=config.prefix_caching_hash_algo,
         async_scheduling=config.async_scheduling,
+        keeps_tokens_on_device=keeps_tokens_on_device(config) and pooling is None,
         enable_jump_forward=config.enable_jump_forward,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
@@ -636,6 +637,14 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         measures_blocks=config.kv_cache_metrics,
         pooling=pooling,
     )
+
+
+def keeps_tokens_on_device(config: EngineConfig) -> bool:
+    """Whether a step is launched before the host knows the tokens of the one before it.
+
+    On a CPU a launch is the step itself: there the next one is planned beside it, and no more.
+    """
+    return config.device == "cuda" and config.speculation is None and config.kv_transfer_config is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,16 @@ Found = tuple[list[int], list[float]]
 """Token ids, and the largest logit of each row."""
 
 
+@dataclass(frozen=True, slots=True)
+class PendingSamples:
+    """A step's choices on their way to the host."""
+
+    sampled: SampledTokens
+    items: list[int]
+    """Which items of the plan have a row."""
+    wait: Callable[[], Found]
+
+
 class Readback:
     """Brings ids and the values beside them to the host, beside whatever the device computes meanwhile."""
 
