@@ -124,8 +124,8 @@ class Runner:
         )
         self._media = MediaEncoder(model.encode_media, device)
         needs_streams = drafter is not None and (drafter.needs_hidden or drafter.tapped_layers)
-        # A recorded step hands out its logits alone.
-        records = not needs_streams and not is_eager
+        # A recorded step hands out its logits alone, and does not come back for the sums of several ranks.
+        records = not needs_streams and not is_eager and model.ranks.size == 1
         self._step = kernels.wrap_step(device.type, self._run) if records else self._run
         self.graphs: DecodeGraphs | None = None
         if recorder is not None and records:
