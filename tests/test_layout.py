@@ -60,6 +60,7 @@ RANKS: dict[str, int] = {
     "vkit.adapters": 6,
     "vkit.encoding": 6,
     "vkit.graphs": 5,
+    "vkit.memory": 6,
     "vkit.metrics": 6,
     "vkit.pooling": 6,
     "vkit.runner": 6,

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
@@ -133,6 +133,16 @@ class ModelFacts:
     def blocks_for(self, num_tokens: int, block_size: int, token_budget: int) -> int:
         """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
         return sum(group.blocks_for(num_tokens, block_size, token_budget) for group in self.cache_groups)
+
+    def with_bytes(self, *, weights: int, activations: int, per_token: int, per_seq: int) -> ModelFacts:
+        """The same model, with other sizes in memory."""
+        return replace(
+            self,
+            num_weight_bytes=weights,
+            num_activation_bytes=activations,
+            activation_bytes_per_token=per_token,
+            activation_bytes_per_seq=per_seq,
+        )
 
     @property
     def is_full_attention_only(self) -> bool:
@@ -807,6 +817,7 @@ class _Sizing:
 
     def from_share(self, share: float) -> PoolSize:
         """A pool that fills the given share of the device's memory."""
+        self._check_free(share)
         per_block = self.bytes_per_block
         if per_block == 0:
             return PoolSize(self.blocks_for(self.max_model_len), self.max_model_len)
@@ -814,6 +825,19 @@ class _Sizing:
         if num_blocks < 2:
             raise self.does_not_fit(self.blocks_for(self.max_model_len), share)
         return self.fitted(num_blocks, f"{share:g} of the {self.device.kind} memory")
+
+    def _check_free(self, share: float) -> None:
+        """Refuse to fill a share of a card that others hold part of: the cache would be smaller than was asked for."""
+        device, asked = self.device, int(self.device.total_bytes * share)
+        if device.kind == "cpu" or self.args.gpu_memory_utilization is None or device.available_bytes >= asked:
+            return
+        fits = math.floor(100 * device.available_bytes / device.total_bytes) / 100
+        taken = device.total_bytes - device.available_bytes
+        raise OutOfMemoryPreflight(
+            f"--gpu-memory-utilization {share:g}: {_gib(asked)} of {_gib(device.total_bytes)} are asked for,"
+            f" {_gib(device.available_bytes)} are free; other processes hold {_gib(taken)}",
+            remedy=f"--gpu-memory-utilization {fits:g} would fit, or end what else runs on the card",
+        )
 
     def from_default(self) -> PoolSize:
         """256 blocks, or what one sequence of max_model_len needs if that is more and fits."""

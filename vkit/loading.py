@@ -28,6 +28,7 @@ from vkit.config import (
     ModelFacts,
     resolve_dtype,
     resolve_kv_cache_dtype,
+    size_pool,
 )
 from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
@@ -47,6 +48,7 @@ from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.media import KINDS, MediaProcessor
 from vkit.media.conversation import with_placeholders
+from vkit.memory import MemoryMeter, MemoryProfile, meter_for, profile_memory
 from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
@@ -85,6 +87,35 @@ _TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSizing:
+    """What the size of the cache was decided from before the weights were read, to decide it again by measurement."""
+
+    args: EngineArgs
+    facts: ModelFacts
+    device: DeviceFacts
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the device that were taken when it was first looked at."""
+        return self.device.total_bytes - self.device.available_bytes
+
+    def resized(self, config: EngineConfig, profile: MemoryProfile) -> EngineConfig:
+        """The configuration with the cache that fits beside what was measured.
+
+        Raises:
+            OutOfMemoryPreflight: none does.
+        """
+        pool = size_pool(
+            self.args, profile.measured(self.facts), self.device, config.max_model_len, config.max_num_batched_tokens
+        )
+        for note in pool.notes:
+            logger.warning("%s", note)
+        if pool.num_blocks != config.num_blocks:
+            logger.info("%d blocks of KV cache, as measured; %d were expected", pool.num_blocks, config.num_blocks)
+        return dataclasses.replace(config, num_blocks=pool.num_blocks, max_model_len=pool.max_model_len)
+
+
 class ResidentModel:
     """The model and its runner while they are in memory, and the way back when they are not."""
 
@@ -96,9 +127,10 @@ class ResidentModel:
         worker: WorkerSide | None = None,
         drafting: DraftPlan | None = None,
         ranks: Ranks = ALONE,
+        sizing: PoolSizing | None = None,
     ) -> None:
         """`worker` moves cache entries for a connector. `drafting`: how tokens are drafted, if they are. `ranks`: who
-        shares the model."""
+        shares the model. `sizing`: how the cache is sized anew once it is measured what else takes memory."""
         self._ranks = ranks
         self._checkpoint = checkpoint
         self._config = config
@@ -108,6 +140,9 @@ class ResidentModel:
         self._reader: FileReader | None = None
         self._switch = AdapterSwitch() if config.enable_lora else None
         self._model: CausalLM | None = self._build(progress)
+        meter = meter_for(torch.device(config.device)) if sizing is not None else None
+        if meter is not None and sizing is not None:
+            self._config = sizing.resized(config, self._profile(meter, sizing.used_bytes))
         self._runner: Runner | None = self._new_runner()
 
     def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
@@ -125,25 +160,47 @@ class ResidentModel:
 
     copies_states = Runner.copies_states
 
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with the cache as it came out."""
+        return self._config
+
+    def _profile(self, meter: MemoryMeter, used_before: int) -> MemoryProfile:
+        config = self._config
+        assert self._model is not None, "weights come before the profile"
+        return profile_memory(
+            meter,
+            lambda: self._make_runner(num_blocks=1, worker=None),
+            used_before=used_before,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            samples=not self._model.embeds,
+        )
+
     def _new_runner(self) -> Runner:
+        runner = self._make_runner(self._config.num_blocks, self._worker)
+        runner.capture()
+        return runner
+
+    def _make_runner(self, num_blocks: int, worker: WorkerSide | None) -> Runner:
         assert self._model is not None, "weights come before the cache"
         config = self._config
         specs = self._drafting.specs if self._drafting is not None else ()
         captures = not config.enforce_eager and not self._model.embeds
-        runner = Runner(
+        return Runner(
             self._model,
             config,
-            config.num_blocks,
+            num_blocks,
             self._switch,
-            self._worker,
+            worker,
             drafter=self._drafter,
             draft_specs=specs,
             recorder=recorder_for(torch.device(config.device)) if captures else None,
             capture_sizes=config.cudagraph_capture_sizes,
             is_eager=config.enforce_eager,
         )
-        runner.capture()
-        return runner
 
     def draft(self, plan: Plan, samples: StepSamples) -> list[Drafts]:
         """Drafts for each item of the step that was run last."""
@@ -349,6 +406,8 @@ class CheckedModel:
     media: MediaProcessor | None = None
     drafting: DraftPlan | None = None
     """How tokens are drafted, if they are."""
+    sizing: PoolSizing | None = None
+    """What the size of the cache follows from; None: it stays as it is."""
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -371,13 +430,16 @@ class CheckedModel:
         team = Team(config, find_launch()) if config.tensor_parallel_size > 1 else None
         ranks = team.ranks if team is not None else ALONE
         try:
-            resident = ResidentModel(checkpoint, config, progress, worker, self.drafting, ranks)
+            # Ranks must agree on their cache, and each would measure its own.
+            sizing = self.sizing if team is None else None
+            resident = ResidentModel(checkpoint, config, progress, worker, self.drafting, ranks, sizing)
             if team is not None:
                 team.wait_ready()
         except BaseException:
             if team is not None:
                 team.kill()
             raise
+        config = resident.config
         runner = resident if team is None else SharedModel(resident, team)
         proposer = _proposer(self.drafting, resident) if self.drafting is not None else None
         embedding = self.embedding
@@ -496,7 +558,8 @@ def check_model(args: EngineArgs) -> CheckedModel:
     embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
     media = _media_processor(checkpoint, args, device, tokenizer)
     facts = dataclasses.replace(described.facts, media_kinds=media.kinds if media is not None else ())
-    config = args.resolve(facts, _share_of(_device_facts(device), args, launch))
+    device_facts = _share_of(_device_facts(device), args, launch)
+    config = args.resolve(facts, device_facts)
     if described.drafting is not None:
         if described.drafting.drafts_with_model and args.kv_transfer_config is not None:
             method = described.drafting.settings.method
@@ -522,6 +585,7 @@ def check_model(args: EngineArgs) -> CheckedModel:
         adapters,
         media,
         described.drafting,
+        PoolSizing(args, facts, device_facts),
     )
 
 

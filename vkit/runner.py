@@ -172,6 +172,15 @@ class Runner:
             self._builder.fill_decode_inputs(Plan(0, []), self.graphs.sizes[-1])
             self.graphs.capture_all()
 
+    def capture_one(self, num_rows: int, max_seq_len: int) -> bool:
+        """Capture one decoding step; False if it cannot be, or if nothing is captured here."""
+        return self.graphs is not None and self._is_captured(DecodeShape(num_rows, max_seq_len))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of the cache."""
+        return len(self.store.groups)
+
     def close(self) -> None:
         """Let go of captured steps, which hold memory of the device."""
         if self.graphs is not None:
