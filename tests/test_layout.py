@@ -23,12 +23,12 @@ FOLDERS = {"vkit": ROOT / "vkit", "vkit.commands": ROOT / "commands", "vkit.kern
 RANKS: dict[str, int] = {
     # A module imports only what has its own rank or a lower one. See docs/architecture.md.
     "vkit.errors": 0,
-    "vkit.collector": 1,
     "vkit.config": 1,
     "vkit.env": 1,
     "vkit.kv_transfer": 1,
     "vkit.media": 1,
     "vkit.speculative_config": 1,
+    "vkit.starting": 1,
     "vkit.types": 1,
     "vkit.weight_offload": 1,
     "vkit.discovery": 2,
@@ -94,7 +94,7 @@ RANKS: dict[str, int] = {
 TORCH_FREE = [
     "vkit.errors",
     "vkit.types",
-    "vkit.collector",
+    "vkit.starting",
     "vkit.config",
     "vkit.env",
     "vkit.discovery",
@@ -139,7 +139,6 @@ COMMANDS_MAY_IMPORT = {
     "vkit.benchmark",
     "vkit.cli",
     "vkit.client",
-    "vkit.collector",
     "vkit.command",
     "vkit.commands",
     "vkit.config",
@@ -158,6 +157,7 @@ COMMANDS_MAY_IMPORT = {
     "vkit.models",
     "vkit.server",
     "vkit.speech",
+    "vkit.starting",
     "vkit.text",
     "vkit.types",
     "vkit.video",
