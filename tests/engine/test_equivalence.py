@@ -206,13 +206,13 @@ def check_scenario(work: list[Job], machine: dict[str, Any], drafting: Drafting 
     return engine.scheduler.draft_stats.num_accepted_tokens
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=st.lists(jobs(), min_size=1, max_size=6), machine=machines())
 def test_tokens_equal_a_naive_loop(work: list[Job], machine: dict[str, Any]) -> None:
     check_scenario(work, machine)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=st.lists(jobs(), min_size=1, max_size=6), machine=machines(), drafting=draftings())
 def test_drafts_change_no_token(work: list[Job], machine: dict[str, Any], drafting: Drafting) -> None:
     check_scenario(work, machine, drafting)
