@@ -264,7 +264,7 @@ def test_commands_use_the_front_door(module: str) -> None:
 @pytest.mark.parametrize("module", [name for name in TORCH_FREE if name in MODULES])
 def test_host_side_parts_import_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
 
 
 def test_plugins_use_only_public_names() -> None:
@@ -367,4 +367,4 @@ def test_built_distributions_are_complete(tmp_path: Path) -> None:
 
 def test_the_editable_install_leaks_no_folder() -> None:
     code = "import importlib.util as u, sys; sys.exit(any(u.find_spec(n) for n in ('commands', 'kernels', 'plugins')))"
-    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT.parent, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT.parent, timeout=200).returncode == 0
