@@ -292,6 +292,14 @@ class EngineFlags:
     deterministic: Annotated[
         bool, _engine_option("--deterministic", help="Results never depend on what else is in the batch.")
     ] = False
+    tensor_parallel_size: Annotated[
+        int,
+        _engine_option(
+            "--tensor-parallel-size",
+            min=1,
+            help="Processes that share the model, each with a card of its own (or on CPUs, for trying it out).",
+        ),
+    ] = 1
     threads: Annotated[int, _engine_option("--threads", min=0, help="CPU threads; 0: all this process may use.")] = 0
     cpu_precision: Annotated[
         Literal["fast", "exact"],

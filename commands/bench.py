@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from vkit.collector import resting_collector
 from vkit.commands import _options, _render
 from vkit.errors import ExitStatus, UsageError, VkitError
 
@@ -450,11 +451,12 @@ def _engine_target(path: str, keywords: dict[str, Any]) -> Target:
 
     args = EngineArgs(model=path, **keywords)  # contradictions end here, before torch is imported
 
-    from vkit import AsyncLLM
-    from vkit.benchmark.targets import EngineTarget
+    with resting_collector():
+        from vkit import AsyncLLM
+        from vkit.benchmark.targets import EngineTarget
 
-    with _render.load_progress(Path(path).name) as progress:
-        return EngineTarget(AsyncLLM(args, on_load_progress=progress))
+        with _render.load_progress(Path(path).name) as progress:
+            return EngineTarget(AsyncLLM(args, on_load_progress=progress))
 
 
 def _measure_server(

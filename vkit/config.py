@@ -236,8 +236,10 @@ class EngineArgs:
     """Most log-probabilities a request may ask for per position; -1: no limit."""
     deterministic: bool = False
     """Results never depend on which requests share a batch."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the model, each in a process and on a device of its own."""
     threads: int = 0
-    """CPU threads; 0: as many as this process may use."""
+    """CPU threads of each rank; 0: as many as this process may use, divided among the ranks on this host."""
     cpu_precision: str = "fast"
     kv_cache_dtype: str = "auto"
     """How keys and values are kept; auto: see `resolve_kv_cache_dtype`."""
@@ -282,6 +284,7 @@ class EngineArgs:
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_int("block_size", self.block_size, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_int("max_logprobs", self.max_logprobs, -1)
         for name in (
             "max_model_len",
@@ -352,6 +355,26 @@ class EngineArgs:
                     raise UsageError(f"{flag_of(name)}: cuts prompts, so it needs --enable-chunked-prefill")
         if self.device == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect with --device cuda")
+        if self.tensor_parallel_size > 1:
+            self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Refuse what several ranks do not do together."""
+        speculation = self.speculation
+        refused = {
+            "--enable-lora": self.enable_lora,
+            "--kv-transfer-config": self.kv_transfer_config is not None,
+            "--offload-config": self.offload_config is not None,
+            "--moe-expert-cache": self.moe_expert_cache is not None,
+            f"--speculative-config: method: {speculation.method if speculation else ''}": speculation is not None
+            and speculation.method != "ngram",
+        }
+        for what, is_given in refused.items():
+            if is_given:
+                raise UsageError(
+                    f"{what}: does not work with --tensor-parallel-size {self.tensor_parallel_size}",
+                    remedy="leave one of them out",
+                )
 
     @property
     def speculation(self) -> SpeculativeSettings | None:
@@ -458,6 +481,7 @@ class EngineArgs:
             kv_cache_metrics=self.kv_cache_metrics,
             max_logprobs=self.max_logprobs,
             deterministic=self.deterministic,
+            tensor_parallel_size=self.tensor_parallel_size,
             threads=self.threads or device.num_threads,
             cpu_precision=self.cpu_precision,
             kv_cache_dtype=resolve_kv_cache_dtype(self, model.dtype, device),
@@ -521,6 +545,7 @@ class EngineConfig:
     kv_cache_metrics: bool = False
     max_logprobs: int
     deterministic: bool
+    tensor_parallel_size: int = 1
     threads: int
     cpu_precision: str
     kv_cache_dtype: str

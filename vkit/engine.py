@@ -23,7 +23,7 @@ from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.cache.manager import KVCacheManager
 from vkit.cache.prefix import BlockHasher
 from vkit.cache.transfer import POLL_INTERVAL_S, KVTransfer
-from vkit.errors import InvalidRequest, UsageError
+from vkit.errors import EngineDeadError, InvalidRequest, UsageError
 from vkit.inputs import EngineRequest
 from vkit.logits import BatchLogitsProcessor
 from vkit.metrics import SLEEP_STATES, EngineMetrics, EngineStats, MetricFamily, Sample, gauge
@@ -194,6 +194,7 @@ class Engine:
         self._pending_updates: list[SequenceUpdate] = []
         self._next_plan: Plan | None = None
         self._awake_parts: frozenset[str] = frozenset()
+        self._failure: EngineDeadError | None = None
         self._retry_with = 0
         """Most sequences of the next step, after one that ran out of memory; 0: no such limit."""
         self._shadow = ThreadPoolExecutor(1, "vkit-shadow") if settings.async_scheduling else None
@@ -274,13 +275,24 @@ class Engine:
                 ended.append(SequenceUpdate(sequence, []))
         self._report(ended)
 
+    def fail(self, failure: EngineDeadError) -> None:
+        """Have the next step fail, and wake who would run it: something the engine needs is gone. From any thread."""
+        self._failure = failure
+        self.wake()
+
     def abort_all(self) -> None:
         """End every request."""
         for request_id in [request.id for request in self._held] + list(self._ids):
             self.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what callers may see of it. Empty when nothing can go on."""
+        """Run one step and return what callers may see of it. Empty when nothing can go on.
+
+        Raises:
+            EngineDeadError: `fail` was called.
+        """
+        if self._failure is not None:
+            raise self._failure
         can_advance = not self._is_frozen and self.scheduler.has_unfinished
         if can_advance:
             self._report(self._advance())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from vkit.config import (
 from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.device import Device, find_device, return_freed_memory
+from vkit.distributed import ALONE, Ranks
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
@@ -49,6 +50,9 @@ from vkit.models import HFConfig, MediaContext, build_model, create_model, model
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
 from vkit.models.offload import OffloadPlan, apply_offload, plan_offload
+from vkit.parallel.launch import Launch, check_launch, find_launch
+from vkit.parallel.shared_model import SharedModel
+from vkit.parallel.team import Team
 from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.pooling import EmbeddingForm, Pooling, embedding_form
@@ -89,8 +93,11 @@ class ResidentModel:
         progress: ProgressCallback | None,
         worker: WorkerSide | None = None,
         drafting: DraftPlan | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`worker` moves cache entries for a connector. `drafting`: how tokens are drafted, if they are."""
+        """`worker` moves cache entries for a connector. `drafting`: how tokens are drafted, if they are. `ranks`: who
+        shares the model."""
+        self._ranks = ranks
         self._checkpoint = checkpoint
         self._config = config
         self._worker = worker
@@ -104,7 +111,7 @@ class ResidentModel:
     def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
         config, drafting = self._config, self._drafting
         has_head = has_draft_head(config.speculation, self._checkpoint)
-        model = build_model(self._checkpoint, config, progress, has_draft_head=has_head)
+        model = build_model(self._checkpoint, config, progress, has_draft_head=has_head, ranks=self._ranks)
         if config.offload_config is not None or config.moe_expert_cache is not None:
             plan = _offload_plan(model, self._checkpoint, config.offload_config, config.moe_expert_cache)
             self._reader = apply_offload(model, self._checkpoint, plan)
@@ -334,8 +341,7 @@ class CheckedModel:
             ModelLoadError: the weights cannot be read.
         """
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
-        torch.set_num_threads(config.threads)
-        kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
+        _configure(config)
         groups = group_layers(list(self.cache_specs))
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins = [processor.build(vocab_size) for processor in self.processors]
@@ -346,12 +352,24 @@ class CheckedModel:
         announced = _Announced()
         connector = self._connector(groups, announced)
         worker = None if connector is None else connector.worker
-        resident = ResidentModel(checkpoint, config, progress, worker, self.drafting)
+        team = Team(config, find_launch()) if config.tensor_parallel_size > 1 else None
+        ranks = team.ranks if team is not None else ALONE
+        try:
+            resident = ResidentModel(checkpoint, config, progress, worker, self.drafting, ranks)
+            if team is not None:
+                team.wait_ready()
+        except BaseException:
+            if team is not None:
+                team.kill()
+            raise
+        runner = resident if team is None else SharedModel(resident, team)
         proposer = _proposer(self.drafting, resident) if self.drafting is not None else None
         embedding = self.embedding
         own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
-        engine = Engine(own, resident, groups, tokenizer, plugins=plugins, proposer=proposer, connector=connector)
+        engine = Engine(own, runner, groups, tokenizer, plugins=plugins, proposer=proposer, connector=connector)
         announced.engine = engine
+        if team is not None:
+            team.watch_with(engine.fail)
         grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -378,7 +396,7 @@ class CheckedModel:
 
         def close() -> None:
             grammars.close()
-            resident.close()
+            runner.close()
 
         return LoadedModel(
             engine,
@@ -436,14 +454,15 @@ def check_model(args: EngineArgs) -> CheckedModel:
         require_backend("--enable-jump-forward")
     if isinstance(args.kv_transfer_config, KVTransferConfig):
         check_connector_name(args.kv_transfer_config.kv_connector)
+    launch = find_launch()
+    check_launch(args.tensor_parallel_size, launch)
+    if launch is not None and launch.rank > 0:
+        from vkit.parallel.follower import follow_torchrun
+
+        raise SystemExit(follow_torchrun(args, launch))
     device = find_device(args.device)
-    checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
-    if args.mmproj is not None:
-        checkpoint = ProjectedCheckpoint(checkpoint, Path(args.mmproj), use_mmap=not args.no_mmap)
-    if isinstance(args.hf_overrides, Mapping):
-        if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
-            logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
-        checkpoint.config.update(args.hf_overrides)
+    _check_num_devices(args, device, launch)
+    checkpoint = _open_files(args)
     tokenizer = load_tokenizer(
         Path(args.tokenizer) if args.tokenizer else checkpoint,
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
@@ -461,13 +480,13 @@ def check_model(args: EngineArgs) -> CheckedModel:
     embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
     media = _media_processor(checkpoint, args, device, tokenizer)
     facts = dataclasses.replace(described.facts, media_kinds=media.kinds if media is not None else ())
-    config = args.resolve(facts, _device_facts(device))
+    config = args.resolve(facts, _share_of(_device_facts(device), args, launch))
     if described.drafting is not None:
         if described.drafting.drafts_with_model and args.kv_transfer_config is not None:
             method = described.drafting.settings.method
             raise UsageError(
                 f"--kv-transfer-config: cannot go with drafts of {method}, whose own cache entries no connector keeps",
-                remedy="use the ngram method, or leave one of them out",
+                remedy="use ngram or suffix, or leave one of them out",
             )
         if embedding is not None:
             raise UsageError(f"--speculative-config: {checkpoint.name} makes embeddings and generates no tokens")
@@ -488,6 +507,71 @@ def check_model(args: EngineArgs) -> CheckedModel:
         media,
         described.drafting,
     )
+
+
+class _FileSettings(Protocol):
+    """Which files to read, and how."""
+
+    @property
+    def model(self) -> str:
+        """The checkpoint."""
+
+    @property
+    def mmproj(self) -> str | None:
+        """A tower's file."""
+
+    @property
+    def quantization(self) -> str | None:
+        """What the weights must be stored as."""
+
+    @property
+    def hf_overrides(self) -> Mapping[str, Any] | str | None:
+        """Keys of config.json to replace."""
+
+    @property
+    def no_mmap(self) -> bool:
+        """Whether files are read instead of mapped."""
+
+
+def _open_files(settings: _FileSettings) -> Checkpoint:
+    use_mmap = not settings.no_mmap
+    checkpoint = quantized_as(open_checkpoint(Path(settings.model), use_mmap=use_mmap), settings.quantization)
+    if settings.mmproj is not None:
+        checkpoint = ProjectedCheckpoint(checkpoint, Path(settings.mmproj), use_mmap=use_mmap)
+    overrides = settings.hf_overrides
+    if isinstance(overrides, Mapping):
+        if unknown := sorted(overrides.keys() - checkpoint.config.keys()):
+            logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
+        checkpoint.config.update(overrides)
+    return checkpoint
+
+
+def _configure(config: EngineConfig) -> None:
+    torch.set_num_threads(config.threads)
+    kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
+
+
+def open_share(config: EngineConfig, ranks: Ranks) -> ResidentModel:
+    """A rank's share of a model that rank 0 has checked, in memory.
+
+    Raises:
+        ModelLoadError: files missing or damaged on this rank's host.
+    """
+    _configure(config)
+    return ResidentModel(_open_files(config), config, None, ranks=ranks)
+
+
+def _check_num_devices(args: EngineArgs, device: Device, launch: Launch | None) -> None:
+    """Raises:
+    UsageError: fewer cards on this host than ranks.
+    """
+    size = args.tensor_parallel_size if launch is None else launch.local_size
+    if args.tensor_parallel_size == 1 or device.kind != "cuda":
+        return
+    if torch.cuda.device_count() < size:
+        raise UsageError(
+            f"--tensor-parallel-size: {size} ranks on this host need as many cards, {torch.cuda.device_count()} found"
+        )
 
 
 def _media_processor(
@@ -536,7 +620,9 @@ def describe_model(checkpoint: Checkpoint, args: EngineArgs, device: Device) -> 
         UsageError: tokens cannot be drafted as asked.
     """
     provisional = _provisional(args, checkpoint, device)
-    model = create_model(checkpoint, provisional, has_draft_head=has_draft_head(args.speculation, checkpoint))
+    ranks = Ranks(0, args.tensor_parallel_size)
+    has_head = has_draft_head(args.speculation, checkpoint)
+    model = create_model(checkpoint, provisional, has_draft_head=has_head, ranks=ranks)
     drafting = None
     specs = model.cache_specs()
     if args.speculation is not None:
@@ -667,7 +753,8 @@ def _model_facts(
         format=checkpoint.format,
         dtype=_checkpoint_dtype(checkpoint),
         max_model_len=_context_limit(checkpoint),
-        num_weight_bytes=checkpoint.num_weight_bytes + (drafting.num_weight_bytes if drafting is not None else 0),
+        num_weight_bytes=checkpoint.num_weight_bytes // args.tensor_parallel_size
+        + (drafting.num_weight_bytes if drafting is not None else 0),
         cache_groups=tuple(groups),
         is_moe=num_experts is not None and num_experts > 1,
         num_activation_bytes=(args.max_num_batched_tokens or 2048) * per_token + args.max_num_seqs * per_seq,
@@ -701,6 +788,19 @@ def _configured_ends(checkpoint: Checkpoint) -> frozenset[int]:
     """Further ids that end an output, by generation_config.json."""
     ends = checkpoint.generation_config.get("eos_token_id")
     return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def _share_of(device: DeviceFacts, args: EngineArgs, launch: Launch | None) -> DeviceFacts:
+    """What one rank has of a device: its own card, or a part of the memory and threads of a host that ranks share."""
+    num_ranks = args.tensor_parallel_size if launch is None else launch.local_size
+    if num_ranks == 1 or device.kind != "cpu":
+        return device
+    return dataclasses.replace(
+        device,
+        total_bytes=device.total_bytes // num_ranks,
+        available_bytes=device.available_bytes // num_ranks,
+        num_threads=max(1, device.num_threads // num_ranks),
+    )
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> str:

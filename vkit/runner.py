@@ -108,8 +108,9 @@ class Runner:
         )
         self._media = MediaEncoder(model.encode_media, device)
         needs_streams = drafter is not None and (drafter.needs_hidden or drafter.tapped_layers)
-        # A recorded step hands out its logits alone.
-        self._step = self._run if needs_streams else kernels.wrap_step(device.type, self._run)
+        # A recorded step hands out its logits alone, and does not come back for the sums of several ranks.
+        is_run_op_by_op = needs_streams or model.ranks.size > 1
+        self._step = self._run if is_run_op_by_op else kernels.wrap_step(device.type, self._run)
         self._pages = {
             f"layers.{layer}": slab
             for group in self.store.groups

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vkit import kernels
-from vkit.logits import AddedRow, BatchLogitsProcessor, BatchUpdate, RowEdits, apply_bitmask, edits_for
+from vkit.logits import AddedRow, BatchLogitsProcessor, BatchUpdate, RowEdits, apply_bitmask, edits_for, penalise
 from vkit.randomness import draw_keys, mixed_seed
 from vkit.sequence import OutputTokens, Plan, ScheduledSequence, Sequence, StepSamples, with_drafts
 from vkit.speculation.verification import num_accepted, verify_drawn
@@ -316,14 +316,24 @@ class Sampler:
                 logger.warning("logits processor of sequence %s failed: %r", batch.sequences[row].id, error)
                 errors[row] = f"logits processor failed: {error!r}"
         _apply_plugins(self._changing, logits, errors)
+        self._penalise(logits, batch)
         for row, edits in batch.edits:
-            if edits.penalties is not None:
-                with with_drafts(batch.sequences[row], batch.num_drafts[row]):
-                    edits.penalties.apply(logits[row], batch.num_drafts[row])
             if edits.thinking is not None:
                 with with_drafts(batch.sequences[row], batch.num_drafts[row]):
                     edits.thinking.apply(logits[row], batch.num_drafts[row])
         return errors
+
+    @staticmethod
+    def _penalise(logits: Tensor, batch: _Batch) -> None:
+        """Make used tokens less likely in all rows that ask for it."""
+        rows, used = [], []
+        for row, edits in batch.edits:
+            if edits.penalties is not None:
+                with with_drafts(batch.sequences[row], batch.num_drafts[row]):
+                    used.append(edits.penalties.used(batch.num_drafts[row]))
+                rows.append(row)
+        if rows:
+            penalise(logits, rows, used)
 
     def _mask_by_grammars(self, logits: Tensor, batch: _Batch, plan: Plan) -> dict[int, str]:
         """Apply the step's grammar masks; errors by row."""

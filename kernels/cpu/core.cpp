@@ -1,4 +1,5 @@
 // The part that is the same on every machine: thread pool, choice of level, replay of programs, the C ABI.
+#include "levels.h"
 #include "vk.h"
 
 #include <errno.h>
@@ -15,12 +16,6 @@
 #include <unistd.h>
 
 #include <atomic>
-
-extern "C" const VkLevel* vk_level_scalar();
-#if defined(__x86_64__)
-extern "C" const VkLevel* vk_level_avx2();
-extern "C" const VkLevel* vk_level_avx512vnni();
-#endif
 
 namespace {
 
@@ -349,31 +344,6 @@ bool is_of_a_file(void* page) {
     if (!can_tell) return false;
     if (madvise(page, 4096, MADV_WIPEONFORK)) return errno == EINVAL;
     madvise(page, 4096, MADV_KEEPONFORK);
-    return false;
-}
-
-// -------------------------------------------------------------------------------------------- levels
-
-const VkLevel* find_level(const char* name) {
-    if (!strcmp(name, "scalar")) return vk_level_scalar();
-#if defined(__x86_64__)
-    if (!strcmp(name, "avx2")) return vk_level_avx2();
-    if (!strcmp(name, "avx512vnni")) return vk_level_avx512vnni();
-#endif
-    return nullptr;
-}
-
-bool can_run(const char* name) {
-    if (!strcmp(name, "scalar")) return true;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (!strcmp(name, "avx2")) return avx2;
-    if (!strcmp(name, "avx512vnni"))
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512vnni");
-#endif
     return false;
 }
 

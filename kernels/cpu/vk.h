@@ -121,4 +121,6 @@ typedef struct VkLevel {
     // Bytes of scratch that each thread, and that all threads together, need for this op.
     size_t (*scratch)(const VkOp*, const VkStep*);
     size_t (*shared)(const VkOp*, const VkStep*);
+    // Whether what the level adds computes what it should here; null where that is sure.
+    int32_t (*works)();
 } VkLevel;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import time
@@ -95,17 +96,30 @@ class Terminal:
         self.seen = ""
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while text not in self.seen:
             assert time.monotonic() < deadline, self.seen
-            self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
+            self.read_for(1)
         self.seen = self.seen.partition(text)[2]
+
+    def read_for(self, seconds: float) -> None:
+        if select.select([self.fd], [], [], seconds)[0]:
+            self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
 
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
+
+    def interrupt_until(self, text: str) -> None:
+        """Python's line editor overlooks a signal that comes between its prompt and its first wait for a key."""
+        for _ in range(20):
+            self.interrupt()
+            self.read_for(3)
+            if text in self.seen:
+                break
+        self.wait_for(text)
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(
@@ -118,8 +132,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     terminal.interrupt()
     terminal.wait_for("stopped")
     terminal.wait_for("> ")
-    terminal.interrupt()
-    terminal.wait_for("Ctrl-D to leave")
+    terminal.interrupt_until("Ctrl-D to leave")
     terminal.wait_for("> ")
     saved = tmp_path / "talk.json"
     terminal.type(f"/nonsense\n/save {saved}\n")

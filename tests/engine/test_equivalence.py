@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from tests.fakes import GuessingProposer, check_pool, make_engine, make_request, naive_loop, run
 from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.sequence import Sequence
+from vkit.speculation.ngram import NgramProposer
+from vkit.speculation.proposer import Proposer
+from vkit.speculation.suffix import SuffixProposer
+from vkit.speculative_config import SuffixSettings
 from vkit.types import OutputKind, SamplingParams
 
 VOCAB = 24
@@ -106,8 +110,17 @@ def draftings(draw: Any) -> Drafting:
     return Drafting(draw(st.integers(1, 8)), tuple(draw(st.lists(kinds, min_size=1, max_size=4))))
 
 
-def guesser(drafting: Drafting, expected: dict[str, list[int]]) -> GuessingProposer:
-    """Drafts made of the right continuation, which they follow, spoil, cut or ignore."""
+@st.composite
+def lookups(draw: Any) -> Drafting:
+    return Drafting(draw(st.integers(1, 8)), (draw(st.sampled_from(["ngram", "suffix"])),))
+
+
+def guesser(drafting: Drafting, expected: dict[str, list[int]]) -> Proposer:
+    """Drafts made of the right continuation, which they follow, spoil, cut or ignore; or looked up."""
+    if drafting.kinds == ("ngram",):
+        return NgramProposer(drafting.max_drafts, 1, 3)
+    if drafting.kinds == ("suffix",):
+        return SuffixProposer(drafting.max_drafts, SuffixSettings(max_tree_depth=9, max_cached_requests=3))
 
     def guess(sequence: Sequence) -> list[int]:
         known = len(sequence.token_ids)
@@ -193,16 +206,31 @@ def check_scenario(work: list[Job], machine: dict[str, Any], drafting: Drafting 
     return engine.scheduler.draft_stats.num_accepted_tokens
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=st.lists(jobs(), min_size=1, max_size=6), machine=machines())
 def test_tokens_equal_a_naive_loop(work: list[Job], machine: dict[str, Any]) -> None:
     check_scenario(work, machine)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=st.lists(jobs(), min_size=1, max_size=6), machine=machines(), drafting=draftings())
 def test_drafts_change_no_token(work: list[Job], machine: dict[str, Any], drafting: Drafting) -> None:
     check_scenario(work, machine, drafting)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(work=st.lists(jobs(), min_size=1, max_size=6), machine=machines(), drafting=lookups())
+def test_drafts_looked_up_change_no_token(work: list[Job], machine: dict[str, Any], drafting: Drafting) -> None:
+    check_scenario(work, machine, drafting)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_drafts_looked_up_stand(kind: str) -> None:
+    """The tests above verify drafts that stand: a fake model that says what it was told repeats itself."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, logit_bias={5: 90.0}, output_kind=OutputKind.DELTA)
+    work = [Job((5, 6, 5, 7), params, 0, arrives, None, None) for arrives in (0, 20)]
+    machine = {"groups": "full+state", "spare_blocks": 60, "block_size": 4, "limits": {"max_model_len": MAX_LEN}}
+    assert check_scenario(work, machine, Drafting(4, (kind,))) >= 8
 
 
 @pytest.mark.soak

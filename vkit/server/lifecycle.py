@@ -22,6 +22,7 @@ from pathlib import Path
 import uvicorn
 from litestar.types import ASGIApp
 
+from vkit.collector import resting_collector
 from vkit.errors import ExitStatus, UsageError, VkitError
 from vkit.server.app import all_routes, create_app
 from vkit.server.engine_protocol import Engine
@@ -240,7 +241,8 @@ class Service:
         print(f"listening on {self.url}", file=sys.stderr, flush=True)
         begin = time.monotonic()
         try:
-            engine = await self.load()
+            with resting_collector():  # requests, which come later, are spared long runs of it too
+                engine = await self.load()
         except VkitError as exc:
             self._fail(str(exc), exc.exit_status)
         except Exception as exc:  # a load that broke must end the process with a line, whatever broke it
