@@ -6,36 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vkit.kernels import cases
 from vkit.kernels.block_formats import BLOCK_FORMATS
 from vkit.kernels.cases import Case, Shape, Source
+from vkit.kernels.cases_packed import packed_rows
 from vkit.kernels.cuda.packed import FORMATS
-
-SCALES_AT = {
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q6_K": (208,),
-    "MXFP4": (),
-}
-"""Where a block keeps its half-precision numbers."""
-LARGEST = {"Q8_0": 127, "IQ4_NL": 127, "Q6_K": 32 * 127, "IQ4_XS": 127 * 32, "Q4_K": 15 * 63, "Q5_K": 31 * 63}
-"""The largest code times the largest scale of a group; 31 for the others."""
-
-
-def packed_rows(qtype: str, num_rows: int, num_columns: int, generator: torch.Generator) -> Tensor:
-    """Random blocks uint8 (num_rows, row_bytes) with values of up to about 0.02."""
-    block = BLOCK_FORMATS[qtype]
-    data = torch.randint(0, 256, (num_rows, block.row_bytes(num_columns)), dtype=torch.uint8, generator=generator)
-    blocks = data.view(num_rows, -1, block.num_bytes)
-    for at in SCALES_AT[qtype]:
-        scales = torch.randn(*blocks.shape[:2], 1, generator=generator) * (0.02 / LARGEST.get(qtype, 31))
-        blocks[..., at : at + 2] = scales.half().view(torch.uint8)
-    if qtype == "MXFP4":
-        blocks[..., 0] = blocks[..., 0] % 8 + 113
-    return data
-
 
 PACKED_SHAPES = ((1, 16, 256), (3, 35, 768), (8, 17, 2304))
 """Tokens, rows, columns: fewer blocks than warps and more, rows that fill no tile."""

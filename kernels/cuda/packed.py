@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import PLANE_SUFFIX, format_of
 from vkit.kernels.cuda import library
 from vkit.kernels.cuda.library import TYPES, Packed, is_aligned, pointer
 from vkit.kernels.dispatch import next_best
@@ -15,7 +15,6 @@ from vkit.kernels.dispatch import next_best
 logger = logging.getLogger("vkit.kernels")
 
 MAX_TOKENS = 8
-PLANES = "_PLANES"
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 """In the order of VkFormat in formats.cuh."""
 ALIGNMENT = {"Q4_1": 4, "Q5_1": 4, "Q4_K": 8, "Q5_K": 8, "IQ4_XS": 4, "MXFP4": 1}
@@ -37,10 +36,10 @@ def quantized_linear(x: Tensor, data: Tensor, qtype: str, bias: Tensor | None = 
     if rows.stride(-1) != 1 or not is_aligned(rows) or rows.stride(0) * rows.element_size() % 16:
         rows = rows.clone(memory_format=torch.contiguous_format)
     bias = None if bias is None else bias.contiguous()
-    name = qtype.removesuffix(PLANES)
+    name = qtype.removesuffix(PLANE_SUFFIX)
     arguments = Packed(
         pointer(rows), pointer(data), pointer(bias), pointer(out), data.shape[0], data.stride(0),
-        x.shape[-1] // BLOCK_FORMATS[name].num_elements, rows.stride(0), data.shape[0],
+        x.shape[-1] // format_of(name, "quantized_linear").num_elements, rows.stride(0), data.shape[0],
         tokens, TYPES[x.dtype], TYPES[x.dtype if bias is None else bias.dtype], FORMATS.index(name), name != qtype,
     )  # fmt: skip
     library.load_library().start("packed", arguments, x.device)
@@ -49,7 +48,7 @@ def quantized_linear(x: Tensor, data: Tensor, qtype: str, bias: Tensor | None = 
 
 def _fits(data: Tensor, qtype: str) -> bool:
     """Whether there is a kernel for these rows; if not it is said once."""
-    name = qtype.removesuffix(PLANES)
+    name = qtype.removesuffix(PLANE_SUFFIX)
     alignment = 16 if name != qtype else ALIGNMENT.get(name, 2)
     if name not in FORMATS:
         reason = f"{qtype}"

@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import BLOCK_FORMATS, PLANES
+from vkit.kernels.cases_packed import packed_rows
 from vkit.kernels.cuda import packed
-from vkit.kernels.cuda.cases import packed_rows
 from vkit.kernels.cuda.packed import FORMATS, quantized_linear
 from vkit.kernels.reference import OPS as REFERENCE
 from vkit.kernels.reference.dequantize import dequantize
@@ -41,6 +41,10 @@ def given(qtype: str, tokens: int = 3, rows: int = 21, columns: int = 768) -> tu
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(tokens, columns, generator=generator)
     return x, packed_rows(qtype, rows, columns, generator)
+
+
+def test_planes_are_those_that_weights_are_laid_out_in() -> None:
+    assert {qtype: PLANES[qtype] for qtype in FORMATS} == PARTS
 
 
 @pytest.mark.parametrize("qtype", FORMATS)
