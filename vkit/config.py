@@ -45,7 +45,7 @@ NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm")
 PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-QUANTIZATIONS = ("awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt")
+QUANTIZATIONS = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt")
 """Values of --quantization: what a checkpoint can be stored as."""
 CPU_PRECISIONS = ("fast", "exact")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance")

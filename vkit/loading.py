@@ -67,7 +67,7 @@ from vkit.speculation.checkpoints import DraftPlan, has_draft_head, plan_drafts
 from vkit.speculation.drafter import Drafter, ModelProposer
 from vkit.speculation.proposer import Drafts, Proposer
 from vkit.speculation.support import check_plugins, check_processors, make_proposer
-from vkit.structured.compiler import GrammarCompiler, require_backend
+from vkit.structured.late import LateCompiler
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
 from vkit.types import ReasoningMarks
@@ -448,7 +448,7 @@ class CheckedModel:
         announced.engine = engine
         if team is not None:
             team.watch_with(engine.fail)
-        grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
+        grammars = LateCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
             vocab_size=vocab_size,
@@ -519,13 +519,17 @@ class _Announced:
             self.engine.wake()
 
 
-def check_model(args: EngineArgs) -> CheckedModel:
+def check_model(args: EngineArgs, *, compiles_template: bool = True) -> CheckedModel:
     """The model that `args` names, checked; no weight byte is read.
+
+    Without `compiles_template` the model's own chat template is compiled when the first conversation comes.
 
     Raises:
         UsageError: a setting that cannot be.
         ModelLoadError: files missing or damaged, an unsupported model, or too little memory.
     """
+    if args.structured_outputs_backend != "auto" or args.enable_jump_forward:
+        from vkit.structured.compiler import require_backend
     if args.structured_outputs_backend != "auto":
         require_backend("--structured-outputs-backend")
     if args.enable_jump_forward:
@@ -546,7 +550,7 @@ def check_model(args: EngineArgs) -> CheckedModel:
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
     )
     processors = _processors(args.logits_processors)
-    template = _chat_template(tokenizer, args.chat_template, args.chat_template_content_format)
+    template = _chat_template(tokenizer, args.chat_template, args.chat_template_content_format, compiles_template)
     parsers = open_parsers(
         args.tool_parser,
         args.reasoning_parser,
@@ -899,7 +903,9 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
     return HFConfig(checkpoint.config).text("dtype", "torch_dtype", default=default).removeprefix("torch.")
 
 
-def _chat_template(tokenizer: Tokenizer, override: str | None, content_format: str) -> ChatTemplate | None:
+def _chat_template(
+    tokenizer: Tokenizer, override: str | None, content_format: str, compiles_now: bool
+) -> ChatTemplate | None:
     """The template given (a file, or the text itself), else the model's own, else None."""
     if override is not None:
         path = Path(override)
@@ -914,7 +920,7 @@ def _chat_template(tokenizer: Tokenizer, override: str | None, content_format: s
     if not tokenizer.chat_templates:
         return None
     try:
-        return ChatTemplate.for_tokenizer(tokenizer, content_format=content_format)
+        return ChatTemplate.for_tokenizer(tokenizer, content_format=content_format, compiles_late=not compiles_now)
     except InvalidRequest as error:
         logger.warning("the model's chat template cannot be used: %s", error.message)
         return None
