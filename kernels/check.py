@@ -94,7 +94,7 @@ def parity(
     reference = dispatch.reference_ops()
     rows = []
     for case in selected:
-        for dtype in cases.DTYPES:
+        for dtype in case.dtypes:
             found = _attempt(cases.judge, case, dtype, ops[case.op], reference[case.op], device)
             row: dict[str, Any] = {"op": case.op, "dtype": str(dtype).removeprefix("torch."), "shape": case.label}
             if isinstance(found, cases.Verdict):

@@ -33,7 +33,16 @@ BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {
 
 PLAIN_OPS = frozenset(
     {
-        *("add_rows", "axis_table", "clamp", "put_rows", "segment_attention"),
+        *(
+            "add_rows",
+            "axis_table",
+            "clamp",
+            "largest_rows",
+            "mask_tokens",
+            "penalise",
+            "put_rows",
+            "segment_attention",
+        ),
         *("hyper_enter", "hyper_head_weights", "hyper_leave", "hyper_weights", "limited_silu_and_mul"),
         *("route_by_root", "spread_streams", "store_rows"),
     }
@@ -62,6 +71,8 @@ class Backend:
     """Given the whole forward pass, returns what the runner calls instead: here ops may be recorded and replayed."""
     kv_layout: Callable[..., tuple[Tensor, Tensor]] | None = None
     """Replaces `default_kv_layout`, same arguments."""
+    pack: Callable[[Tensor, str], tuple[Tensor, str]] | None = None
+    """Packed rows (..., row_bytes) and their type, laid out as its kernels want them, under the type's own name."""
     configure: Callable[[int, bool], None] | None = None
     """Takes the number of threads, and whether activations must stay in floating point."""
     report: Callable[[], Mapping[str, str | int | float]] | None = None
@@ -181,6 +192,14 @@ def kv_layout(
         if backend.kv_layout is not None:
             return backend.kv_layout(pages, block_size, num_kv_heads, head_dims, dtype)
     return default_kv_layout(pages, block_size, num_kv_heads, head_dims, dtype)
+
+
+def pack(data: Tensor, qtype: str) -> tuple[Tensor, str]:
+    """Packed rows and their type in the layout that the device's kernels want; as they are if they want none."""
+    for backend in usable_backends(data.device.type):
+        if backend.pack is not None:
+            return backend.pack(data, qtype)
+    return data, qtype
 
 
 def default_kv_layout(

@@ -28,7 +28,7 @@ def test_an_interrupt_while_modules_load_is_one_line(heavy: str, tmp_path: Path)
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "vkit: interrupted\n")
 
@@ -37,6 +37,6 @@ def test_files_of_the_current_folder_are_not_run(tmp_path: Path) -> None:
     for name in ("tokenize", "torch", "typer", "signal", "yaml"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file ran')\n")
     command = [sys.executable, "-m", "vkit", "complete", "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--prompt" in done.stdout

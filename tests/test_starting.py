@@ -116,7 +116,7 @@ def test_overlapping_starts_leave_nothing_behind() -> None:
         thread.start()
         assert inside.wait(10)
     leave.set()
-    thread.join(10)
+    thread.join(120)
     assert getattr(dataclasses, "_create_fn", None) is before
     gc.enable()
     gc.unfreeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 from dataclasses import dataclass
@@ -73,6 +74,13 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def return_device_memory(device: torch.device) -> None:
+    """Give memory of a card that was freed, but that torch keeps for later, back to the card; nothing on a CPU."""
+    if device.type == "cuda":
+        gc.collect()  # captured steps and models hold each other
+        torch.cuda.empty_cache()
 
 
 def _cpu() -> Device:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import format_of
 from vkit.kernels.cpu.base import (
     Pointers,
     address,
@@ -171,8 +171,8 @@ class Operations(RecurrentOps, ExpertOps):
         self, ids: Tensor, data: Tensor, qtype: str, *, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Rows of a packed table."""
-        block = BLOCK_FORMATS[qtype]
-        columns = data.shape[1] // block.num_bytes * block.num_elements
+        block = format_of(qtype, "quantized_embedding")
+        columns = block.num_columns(data.shape[1])
         if qtype not in PACKED_FORMATS or dtype not in DTYPE_IDS or not ids.is_contiguous() or data.stride(1) != 1:
             return self._fallback("quantized_embedding", ids, data, qtype, dtype=dtype)
         return self._embed(ids, data, block.type_id, columns, data.stride(0), dtype)

@@ -45,7 +45,7 @@ def test_level_can_be_forced_down(library: Library) -> None:
 def test_unknown_level_is_refused(library: Library) -> None:
     done = run_python(VKIT_CPU_LEVEL="mmx")
     assert done.returncode
-    assert "ValueError: VKIT_CPU_LEVEL=mmx: expected one of scalar, avx2, avx512vnni" in done.stderr
+    assert "ValueError: VKIT_CPU_LEVEL=mmx: expected one of scalar, avx2, avx512vnni, amx" in done.stderr
 
 
 def test_level_beyond_the_processor_is_refused(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,8 @@ def load_weights(model: CausalLM, checkpoint: ModelCheckpoint, progress: Progres
         module.set_tensors(tensors, placement)
         if tensors and progress is not None:
             progress(min(done, total), total)
+    if model.ranks.size > 1:
+        checkpoint.release_pages()  # shares are copies
     _warn_of_second_head(model, checkpoint)
     _take_cache_scales(model, checkpoint)
     if progress is not None:
@@ -146,7 +148,7 @@ def _warn_of_second_head(model: CausalLM, checkpoint: ModelCheckpoint) -> None:
         return
     name = heads.pop()
     embedding = model.lm_head.tied_weight
-    if not _equal(checkpoint.load(name), embedding):
+    if not _equal(model.lm_head.share_of(checkpoint.load(name)), embedding):
         logger.warning("%s: %s differs from the embedding and is ignored: the model is tied", checkpoint.path, name)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vkit import kernels
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import format_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,9 +32,7 @@ class QuantizedTensor:
     is_transposed: bool = False
 
     def __post_init__(self) -> None:
-        block = BLOCK_FORMATS.get(self.qtype)
-        if block is None:
-            raise ValueError(f"QuantizedTensor: qtype {self.qtype!r}, expected one of {', '.join(BLOCK_FORMATS)}")
+        block = format_of(self.qtype, "QuantizedTensor")
         if self.data.dtype != torch.uint8:
             raise TypeError(f"QuantizedTensor: data of {self.data.dtype}, expected torch.uint8")
         packed = self.shape[:-2] + self.shape[:-3:-1] if self.is_transposed else self.shape
@@ -98,6 +96,11 @@ class QuantizedTensor:
         scale = None if self.scale is None else self.scale.to(device)
         return replace(self, data=self.data.to(device), scale=scale)
 
+    def arranged(self) -> QuantizedTensor:
+        """The same weight in the layout that the kernels of its device want (then a copy, of a type of its own)."""
+        data, qtype = kernels.pack(self.data, self.qtype)
+        return replace(self, data=data, qtype=qtype)
+
     def can_join(self, other: QuantizedTensor) -> bool:
         """Whether the rows of `other` can follow the rows of this weight in one packed tensor."""
         return (
@@ -118,6 +121,12 @@ BlockWeight = torch.Tensor | QuantizedTensor
 """What a GGUF file holds."""
 Weight = BlockWeight | kernels.ScaledMatrix
 """What a checkpoint loads."""
+
+
+def placed(weight: BlockWeight, device: torch.device | str) -> BlockWeight:
+    """The weight on `device`, laid out as the kernels there want it if it is packed."""
+    moved = weight.to(device)
+    return moved.arranged() if isinstance(moved, QuantizedTensor) else moved
 
 
 def concat_rows(weights: Sequence[QuantizedTensor]) -> QuantizedTensor:

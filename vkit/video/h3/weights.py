@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vkit.quantization import QuantizedTensor
+from vkit.quantization import QuantizedTensor, placed
 from vkit.video.h3.request import Offload
 
 BlockWeight = Tensor | QuantizedTensor
@@ -167,7 +167,7 @@ def _to(layer: Mapping[str, BlockWeight], device: torch.device) -> Layer:
     if device.type == "cpu":
         return dict(layer)
     return {
-        name: weight.to(device)
+        name: placed(weight, device)
         if isinstance(weight, QuantizedTensor)
         else weight.to(device, non_blocking=weight.is_pinned())
         for name, weight in layer.items()
