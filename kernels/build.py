@@ -57,9 +57,16 @@ def _key(compiler: str, sources: str) -> str:
 
 
 def _version(compiler: str) -> str:
-    """What the compiler says of itself. Asked once, and remembered as long as its file stays as it is."""
+    """What the compiler says of itself. Asked once, and remembered as long as its file stays as it is.
+
+    Raises:
+        BuildError: it cannot be run.
+    """
     real = os.path.realpath(compiler)
-    found = os.stat(real)
+    try:
+        found = os.stat(real)
+    except OSError as error:
+        raise BuildError(f"{compiler} cannot be run: {error}") from error
     state = f"{compiler}\0{real}\0{found.st_ino}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ctime_ns}"
     kept = cache_folder() / f"compiler-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     try:
