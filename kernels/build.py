@@ -18,8 +18,16 @@ from vkit.kernels.compiler import BuildError, Unit, compile_library, find_compil
 logger = logging.getLogger("vkit.kernels")
 
 
-def build_library(name: str, units: Sequence[Unit], headers: Sequence[Path], flags: Sequence[str]) -> Path:
-    """The shared library made of `units`, compiled now unless the cache holds it.
+def build_library(
+    name: str,
+    units: Sequence[Unit],
+    headers: Sequence[Path],
+    flags: Sequence[str],
+    *,
+    compiler: str | None = None,
+    link_flags: Sequence[str] = ("-pthread",),
+) -> Path:
+    """The shared library made of `units`, compiled now unless the cache holds it; by the C++ compiler if none is named.
 
     The key covers the text of all files, the flags and the compiler's version. Processes that want the same library at
     the same time wait for the first of them.
@@ -27,10 +35,10 @@ def build_library(name: str, units: Sequence[Unit], headers: Sequence[Path], fla
     Raises:
         BuildError: there is no compiler, it failed, or the cache folder cannot be written.
     """
-    compiler = find_compiler()
+    compiler = compiler or find_compiler()
     if compiler is None:
         raise BuildError("there is no C++ compiler (looked for $CXX, g++, c++, clang++)")
-    key = _key(compiler, source_key(units, headers, flags))
+    key = _key(compiler, source_key(units, headers, (*flags, *link_flags)))
     folder = cache_folder()
     library = folder / f"{name}-{key}.so"
     if library.exists():
@@ -39,7 +47,7 @@ def build_library(name: str, units: Sequence[Unit], headers: Sequence[Path], fla
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{name}.lock"):
             if not library.exists():
-                _compile(compiler, name, units, flags, library)
+                _compile(compiler, name, units, flags, library, link_flags)
     except OSError as error:
         raise BuildError(f"{folder} cannot be used: {error}") from error
     return library
@@ -95,8 +103,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, name: str, units: Sequence[Unit], flags: Sequence[str], library: Path) -> None:
+def _compile(
+    compiler: str, name: str, units: Sequence[Unit], flags: Sequence[str], library: Path, link_flags: Sequence[str]
+) -> None:
     logger.warning("building the %s kernels with %s (once per machine, about 20 s)", name, Path(compiler).name)
     started = time.monotonic()
-    compile_library(compiler, units, flags, library)
+    compile_library(compiler, units, flags, library, link_flags)
     logger.info("built %s in %.1f s", library, time.monotonic() - started)

@@ -91,7 +91,7 @@ def length_bounds(max_model_len: int) -> tuple[int, ...]:
     """Lengths to capture for, ascending; the last is `max_model_len`."""
     bounds = []
     bound = FIRST_BOUND
-    while bound < max_model_len:
+    while 2 * bound <= max_model_len:
         bounds.append(bound)
         bound *= BOUND_FACTOR
     return (*bounds, max_model_len)

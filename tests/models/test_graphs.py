@@ -196,7 +196,7 @@ def test_an_error_of_the_pass_itself_is_not_swallowed(backend: None, load_model:
 
 
 def make_graphs(step: Callable[[Any], torch.Tensor] = lambda batch: torch.zeros(1, 4)) -> DecodeGraphs:
-    return DecodeGraphs(step, lambda shape: shape, CallRecorder(is_strict=True), sizes=(4, 1), max_model_len=9000)
+    return DecodeGraphs(step, lambda shape: shape, CallRecorder(is_strict=True), sizes=(4, 1), max_model_len=20000)
 
 
 def items(*starts: int, **changes: Any) -> list[ScheduledSequence]:
@@ -213,7 +213,7 @@ def items(*starts: int, **changes: Any) -> list[ScheduledSequence]:
         (items(0), DecodeShape(1, 2048)),
         (items(5, 2047), DecodeShape(4, 2048)),
         (items(5, 2048, 7), DecodeShape(4, 8192)),
-        (items(8192, 1, 1, 1), DecodeShape(4, 9000)),
+        (items(8192, 1, 1, 1), DecodeShape(4, 20000)),
         (items(1, 2, 3, 4, 5), None),
         ([], None),
         (items(3, num_tokens=2), None),
@@ -232,6 +232,8 @@ def test_sizes_and_bounds() -> None:
     assert default_sizes(300)[-4:] == (256, 272, 288, 300)
     assert length_bounds(100) == (100,)
     assert length_bounds(2048) == (2048,)
+    assert length_bounds(4095) == (4095,)
+    assert length_bounds(8193) == (2048, 8193)
     assert length_bounds(131072) == (2048, 8192, 32768, 131072)
 
 
