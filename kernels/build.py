@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -59,8 +60,38 @@ def cache_folder() -> Path:
 
 def _key(compiler: str, sources: str) -> str:
     # Two machines may share a home folder: what the compiler targets is part of the key, as is its version.
-    about = f"{run([compiler, '--version'])}\0{platform.machine()}\0{platform.libc_ver()}\0{sources}"
+    about = f"{_version(compiler)}\0{platform.machine()}\0{platform.libc_ver()}\0{sources}"
     return hashlib.sha256(about.encode()).hexdigest()[:16]
+
+
+def _version(compiler: str) -> str:
+    """What the compiler says of itself. Asked once, and remembered as long as its file stays as it is.
+
+    Raises:
+        BuildError: it cannot be run.
+    """
+    real = os.path.realpath(compiler)
+    try:
+        found = os.stat(real)
+    except OSError as error:
+        raise BuildError(f"{compiler} cannot be run: {error}") from error
+    state = f"{compiler}\0{real}\0{found.st_ino}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ctime_ns}"
+    kept = cache_folder() / f"compiler-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    try:
+        digest, _, version = kept.read_text("utf-8").partition("\n")
+        if digest == hashlib.sha256(version.encode()).hexdigest():
+            return version
+    except (OSError, UnicodeDecodeError):
+        pass
+    version = run([compiler, "--version"])
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        beside = kept.with_suffix(f".{os.getpid()}")
+        beside.write_text(f"{hashlib.sha256(version.encode()).hexdigest()}\n{version}", "utf-8")
+        beside.replace(kept)
+    except OSError as error:
+        logger.info("%s: the compiler's version is not kept: %s", kept.parent, error.strerror or error)
+    return version
 
 
 @contextmanager

@@ -34,7 +34,16 @@ BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {
 
 PLAIN_OPS = frozenset(
     {
-        *("add_rows", "axis_table", "clamp", "mask_tokens", "penalise", "put_rows", "segment_attention"),
+        *(
+            "add_rows",
+            "axis_table",
+            "clamp",
+            "largest_rows",
+            "mask_tokens",
+            "penalise",
+            "put_rows",
+            "segment_attention",
+        ),
         *("hyper_enter", "hyper_head_weights", "hyper_leave", "hyper_weights", "limited_silu_and_mul"),
         *("route_by_root", "spread_streams", "store_rows"),
     }
