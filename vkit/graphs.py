@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -66,9 +66,16 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on using the device, as the one that reads tokens back does: only this one's calls count.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        with torch.cuda.stream(self._stream):
+            # Other threads go on using the device, as the one that reads tokens back does: only this one's calls count.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with suppress(RuntimeError):  # ending what has failed fails too; what failed first is what to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         replay: Run = graph.replay
         return replay
 
