@@ -322,7 +322,7 @@ class EngineFlags:
         _engine_option("--kv-cache-dtype", help="How keys and values are kept; fp8 and int8 halve bfloat16."),
     ] = "auto"
     quantization: Annotated[
-        Literal["awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt"] | None,
+        Literal["awq", "bitsandbytes", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt"] | None,
         _engine_option(
             "--quantization",
             help="What the weights must be stored as; fp8 also rounds plain weights at load.",

@@ -67,7 +67,7 @@ _vkit() {
         'bench:--threads') COMPREPLY=(); return ;;
         'bench:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
         'bench:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16 fp8 fp8_e4m3 fp8_e5m2 int8' -- "$current")); return ;;
-        'bench:--quantization') COMPREPLY=($(compgen -W 'awq compressed-tensors fp8 gguf gptq modelopt' -- "$current")); return ;;
+        'bench:--quantization') COMPREPLY=($(compgen -W 'awq bitsandbytes compressed-tensors fp8 gguf gptq modelopt' -- "$current")); return ;;
         'bench:--speculative-config') COMPREPLY=(); return ;;
         'bench:--offload-config') COMPREPLY=(); return ;;
         'bench:--moe-expert-cache') COMPREPLY=(); return ;;
@@ -110,7 +110,7 @@ _vkit() {
         'chat:--threads') COMPREPLY=(); return ;;
         'chat:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
         'chat:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16 fp8 fp8_e4m3 fp8_e5m2 int8' -- "$current")); return ;;
-        'chat:--quantization') COMPREPLY=($(compgen -W 'awq compressed-tensors fp8 gguf gptq modelopt' -- "$current")); return ;;
+        'chat:--quantization') COMPREPLY=($(compgen -W 'awq bitsandbytes compressed-tensors fp8 gguf gptq modelopt' -- "$current")); return ;;
         'chat:--speculative-config') COMPREPLY=(); return ;;
         'chat:--offload-config') COMPREPLY=(); return ;;
         'chat:--moe-expert-cache') COMPREPLY=(); return ;;
@@ -164,7 +164,7 @@ _vkit() {
         'complete:--threads') COMPREPLY=(); return ;;
         'complete:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
         'complete:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16 fp8 fp8_e4m3 fp8_e5m2 int8' -- "$current")); return ;;
-        'complete:--quantization') COMPREPLY=($(compgen -W 'awq compressed-tensors fp8 gguf gptq modelopt' -- "$current")); return ;;
+        'complete:--quantization') COMPREPLY=($(compgen -W 'awq bitsandbytes compressed-tensors fp8 gguf gptq modelopt' -- "$current")); return ;;
         'complete:--speculative-config') COMPREPLY=(); return ;;
         'complete:--offload-config') COMPREPLY=(); return ;;
         'complete:--moe-expert-cache') COMPREPLY=(); return ;;
@@ -302,7 +302,7 @@ _vkit() {
         'serve:--threads') COMPREPLY=(); return ;;
         'serve:--cpu-precision') COMPREPLY=($(compgen -W 'fast exact' -- "$current")); return ;;
         'serve:--kv-cache-dtype') COMPREPLY=($(compgen -W 'auto float32 bfloat16 float16 fp8 fp8_e4m3 fp8_e5m2 int8' -- "$current")); return ;;
-        'serve:--quantization') COMPREPLY=($(compgen -W 'awq compressed-tensors fp8 gguf gptq modelopt' -- "$current")); return ;;
+        'serve:--quantization') COMPREPLY=($(compgen -W 'awq bitsandbytes compressed-tensors fp8 gguf gptq modelopt' -- "$current")); return ;;
         'serve:--speculative-config') COMPREPLY=(); return ;;
         'serve:--offload-config') COMPREPLY=(); return ;;
         'serve:--moe-expert-cache') COMPREPLY=(); return ;;

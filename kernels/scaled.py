@@ -12,6 +12,8 @@ from torch import Tensor
 from vkit.kernels.dispatch import ops
 
 CodeLayout = Literal["words", "awq", "bytes", "e2m1", "nf4", "fp4"]
+PAIRS = ("e2m1", "nf4", "fp4")
+"""Layouts with two codes to a byte."""
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 """Where an AWQ word keeps its eight columns."""
 _FP4 = tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3))
@@ -101,7 +103,7 @@ class ScaledMatrix:
             raise ValueError(f"ScaledMatrix: {self.layout} codes {tuple(self.codes.shape)}, expected {wanted}")
         if self.layout in ("words", "awq") and self.codes.dtype != torch.int32:
             raise TypeError(f"ScaledMatrix: {self.layout} codes of {self.codes.dtype}, expected torch.int32")
-        if (self.layout == "awq" and rows % 8) or (self.layout in ("e2m1", "nf4", "fp4") and columns % 2):
+        if (self.layout == "awq" and rows % 8) or (self.layout in PAIRS and columns % 2):
             raise ValueError(f"ScaledMatrix: shape {self.shape} does not fill whole {self.layout} words")
         blocks = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         if tuple(self.scales.shape) != blocks:

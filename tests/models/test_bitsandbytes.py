@@ -21,6 +21,7 @@ from vkit.kernels import ScaledMatrix
 from vkit.kernels.scaled import CODE_VALUES
 from vkit.loaders import open_checkpoint
 from vkit.models import build_model
+from vkit.quantization.cutting import can_take_columns, take_columns
 
 BASE = "quant/ct_int4"
 """The tiny model whose layers are written anew."""
@@ -160,6 +161,9 @@ def test_values_are_those_written(name: str, written: Written) -> None:
         assert torch.equal(weight.dequantize(), expected)
         index = torch.tensor([3, 0, 3])
         assert torch.equal(weight.rows(index).dequantize(), expected[index])
+        assert can_take_columns(weight, [(64, 128)])
+        assert not can_take_columns(weight, [(1, 128)])
+        assert torch.equal(take_columns(weight, [(64, 128)]).dequantize(), expected[:, 64:128])  # type: ignore[union-attr]
         again: Any = packed.load(tensor)
         assert weight.codes.data_ptr() == again.codes.data_ptr()
         # Blocks of 64 in four bits and a float32; the file has a byte for that where they are nested.

@@ -13,6 +13,7 @@ import torch
 
 from vkit.kernels import ScaledMatrix
 from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.scaled import PAIRS
 from vkit.quantization.tensor import QuantizedTensor, Weight
 
 Span = tuple[int, int]
@@ -77,7 +78,7 @@ def _granules(weight: ScaledMatrix) -> list[int]:
     found = [width if width < columns else 1]
     if weight.layout == "words":
         found.append(32 // math.gcd(32, weight.bits))
-    if weight.layout == "e2m1":
+    if weight.layout in PAIRS:
         found.append(2)
     if inputs is not None:
         found.append(inputs.group if inputs.scope == "group" else _E2M1_GROUP if inputs.kind == "e2m1" else 1)
@@ -90,7 +91,7 @@ def _cut(weight: ScaledMatrix, start: int, stop: int) -> ScaledMatrix:
     if weight.layout == "awq":
         codes = weight.codes[start:stop]
     else:
-        bits, unit = {"words": (weight.bits, 32), "bytes": (1, 1), "e2m1": (1, 2)}[weight.layout]
+        bits, unit = (1, 2) if weight.layout in PAIRS else {"words": (weight.bits, 32), "bytes": (1, 1)}[weight.layout]
         codes = weight.codes[:, start * bits // unit : stop * bits // unit]
     blocks = slice(start // width, -(-stop // width)) if width < columns else slice(None)
     zeros, input_scale = weight.zeros, weight.input_scale
