@@ -208,7 +208,11 @@ class DecodeGraphs:
         self.refusal = "closed"
 
     def _try_out(self, shape: DecodeShape) -> None:
-        """Run once, watching for what a replay could not do, and set the logits' memory apart."""
+        """Run, then once more watching for what a replay could not do, and set the logits' memory apart.
+
+        Not watched the first time, when kernels are loaded and what is kept for good is made and sent.
+        """
+        self._step(self._batch_of(shape))
         with self._recorder.watch():
             logits = self._step(self._batch_of(shape))
         self._logits = torch.empty(self.sizes[-1], logits.shape[1], dtype=logits.dtype, device=logits.device)

@@ -255,6 +255,19 @@ def test_host_reads_are_found_without_a_card(step: Callable[[Any], torch.Tensor]
     assert graphs.shape_for(Plan(1, items(0))) is None
 
 
+def test_what_is_sent_once_and_kept_is_no_hindrance() -> None:
+    kept: list[torch.Tensor] = []
+
+    def step(batch: Any) -> torch.Tensor:
+        if not kept:
+            kept.append(torch.tensor([[3.0, 4.0]]))
+        return kept[0] + 1
+
+    graphs = make_graphs(step)
+    assert graphs.capture(DecodeShape(1, 2048))
+    assert graphs.run(DecodeShape(1, 2048), 1).tolist() == [[4.0, 5.0]]
+
+
 def test_rows_on_the_host_are_refused_whatever_is_asked_of_them() -> None:
     from vkit.decode_inputs import NoHostRows
 
