@@ -12,6 +12,7 @@ from vkit.errors import EngineDeadError
 from vkit.parallel.messages import Sleep, Step, WakeUp
 from vkit.parallel.team import Team
 from vkit.parallel.wire import PlanWriter, SentPlan
+from vkit.sampled import SampledTokens
 from vkit.sequence import Plan
 
 
@@ -54,12 +55,13 @@ class SharedModel:
         """Call `on_failure`, from another thread, if a rank is lost."""
         self._team.watch_with(on_failure)
 
-    def prepare(self, plan: Plan) -> _SharedStep:
-        """Host work of a step, the message to the others included.
+    def prepare(self, plan: Plan, sampled: SampledTokens | None = None) -> _SharedStep:
+        """Host work of a step, the message to the others included. Tokens are known: nothing is launched ahead here.
 
         Raises:
             EngineDeadError: it failed.
         """
+        assert sampled is None, "each rank would have to sample by itself"
         try:
             return _SharedStep(self._own.prepare(plan), self._writer.write(plan))
         except Exception as error:
