@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vkit.kernels.triton import activation, cache, experts, norm, packed, paged, rope
+from vkit.kernels.triton import activation, cache, experts, norm, packed, paged, rope, scaled
 from vkit.kernels.triton.common import FLOATS, Ahead
 
 OPS: Mapping[str, Callable[..., Any]] = {
@@ -19,6 +19,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "rms_norm": norm.rms_norm,
     "rope": rope.rope,
     "run_experts": experts.run_experts,
+    "scaled_linear": scaled.scaled_linear,
     "silu_and_mul": activation.silu_and_mul,
     "write_kv": paged.write_kv,
 }
@@ -26,7 +27,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
 
 AHEAD: tuple[Ahead, ...] = (
     *(*norm.AHEAD, *activation.AHEAD, *rope.AHEAD, *cache.AHEAD, *paged.AHEAD, *experts.AHEAD),
-    *packed.AHEAD,
+    *(*packed.AHEAD, *scaled.AHEAD),
 )
 
 __all__ = ["AHEAD", "FLOATS", "OPS"]
