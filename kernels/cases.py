@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vkit.kernels.cases_packed import packed_cases
+from vkit.kernels.cases_packed import expert_cases, packed_cases
 from vkit.kernels.cases_scaled import scaled_cases
 from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.paged import PagedBatch
@@ -326,6 +326,6 @@ def _experts() -> Iterator[Case]:
 
 CASES: tuple[Case, ...] = (
     *(*_norms(), *_activations(), *_ropes(), *_writes(), *_attentions(), *_experts()),
-    *(*packed_cases(Case), *scaled_cases(Case)),
+    *(*packed_cases(Case), *scaled_cases(Case), *expert_cases(Case)),
 )
 """Every case of every op with a faster kernel."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vkit.kernels.triton import activation, cache, experts, norm, packed, paged, rope, scaled
+from vkit.kernels.triton import activation, cache, expert_products, experts, norm, packed, paged, rope, scaled
 from vkit.kernels.triton.common import FLOATS, Ahead
 
 OPS: Mapping[str, Callable[..., Any]] = {
@@ -27,7 +27,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
 
 AHEAD: tuple[Ahead, ...] = (
     *(*norm.AHEAD, *activation.AHEAD, *rope.AHEAD, *cache.AHEAD, *paged.AHEAD, *experts.AHEAD),
-    *(*packed.AHEAD, *scaled.AHEAD),
+    *(*packed.AHEAD, *scaled.AHEAD, *expert_products.AHEAD),
 )
 
 __all__ = ["AHEAD", "FLOATS", "OPS"]

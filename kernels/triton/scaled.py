@@ -17,10 +17,11 @@ from torch import Tensor
 
 from vkit.kernels.reference import scaled_linear as reference
 from vkit.kernels.scaled import ScaledMatrix
+from vkit.kernels.triton.blocks import weighted
 from vkit.kernels.triton.codes import Form, as_read, form_of, scaled_values, scales_at, step_codes
 from vkit.kernels.triton.common import Ahead, product, rounded
 from vkit.kernels.triton.fallback import leave_to_torch, say_once
-from vkit.kernels.triton.packed import tile_rows
+from vkit.kernels.triton.packed import TILE_STAGES, is_split, tile_rows
 
 LINE_OUT, LINE_STEP = 8, 512
 """Rows and columns of a step of the sum of one token. Not measured."""
@@ -109,6 +110,7 @@ def scaled_tile_kernel(
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
     STEP: tl.constexpr,
@@ -129,9 +131,9 @@ def scaled_tile_kernel(
                 codes, scales, zeros, index, row, start, num_columns, row_stride, scale_row, block_rows, block_columns,
                 zero, KIND, BITS, SCALE_KIND, HAS_ZEROS, HAS_INDEX, GROUP, OUT, STEP, EVEN,
             )  # fmt: skip
-            w = rounded(tl.reshape(w * scale[:, :, None], [OUT, STEP]), x.dtype.element_ty)
+            w = tl.reshape(w * scale[:, :, None], [OUT, STEP])
             a = tl.load(x_at + start, mask=is_token & (start + column < num_columns)[None, :], other=0.0)
-            total += product(a, tl.trans(w))
+            total += weighted(a, w, SPLIT)
         else:
             place = scale_at + start // block_columns
             w = step_codes(
@@ -186,8 +188,8 @@ def scaled_linear(x: Tensor, weight: ScaledMatrix, bias: Tensor | None) -> Tenso
         settings["SCALED"] = what_is_scaled(form, rows, has_index=index is not None)
         scaled_tile_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_rows, TILE_OUT))](
             *tensors, num_tokens, num_rows, columns, flat.stride(0), *strides,
-            **settings, ROWS=rows, OUT=TILE_OUT, STEP=TILE_STEP, EVEN=columns % TILE_STEP == 0,
-            num_warps=4, num_stages=2,
+            **settings, SPLIT=is_split(rows, x), ROWS=rows, OUT=TILE_OUT, STEP=TILE_STEP, EVEN=columns % TILE_STEP == 0,
+            num_warps=4, num_stages=TILE_STAGES,
         )  # fmt: skip
     return out.view(*x.shape[:-1], num_rows)
 
@@ -223,8 +225,17 @@ def _ahead(kernel: Any, name: str, form: Form, **constants: object) -> Ahead:
 def _tile_ahead(name: str, rows: int, form: Form) -> Ahead:
     big = {"sm_80": ("mma.sync",), "sm_90": ("wgmma.mma_async",), "sm_100": ("tcgen05.mma",)}
     scaled = what_is_scaled(form, rows, has_index=False)
-    ahead = _ahead(scaled_tile_kernel, f"{name}_{rows}", form, SCALED=scaled, ROWS=rows, OUT=TILE_OUT, STEP=TILE_STEP)
-    return replace(ahead, expects=big if rows == 128 else {"all": ("mma.sync",)})
+    ahead = _ahead(
+        scaled_tile_kernel,
+        f"{name}_{rows}",
+        form,
+        SCALED=scaled,
+        SPLIT=rows < 128,
+        ROWS=rows,
+        OUT=TILE_OUT,
+        STEP=TILE_STEP,
+    )
+    return replace(ahead, num_stages=TILE_STAGES, expects=big if rows == 128 else {"all": ("mma.sync",)})
 
 
 _W4A16 = Form("words", 4, "float", (1, 128), has_zeros=True, zero=0)
