@@ -20,6 +20,7 @@ import typer
 
 from vkit.commands import _options, _render
 from vkit.errors import ExitStatus, UsageError, VkitError
+from vkit.starting import starting
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -450,11 +451,12 @@ def _engine_target(path: str, keywords: dict[str, Any]) -> Target:
 
     args = EngineArgs(model=path, **keywords)  # contradictions end here, before torch is imported
 
-    from vkit import AsyncLLM
-    from vkit.benchmark.targets import EngineTarget
+    with starting():
+        from vkit import AsyncLLM
+        from vkit.benchmark.targets import EngineTarget
 
-    with _render.load_progress(Path(path).name) as progress:
-        return EngineTarget(AsyncLLM(args, on_load_progress=progress))
+        with _render.load_progress(Path(path).name) as progress:
+            return EngineTarget(AsyncLLM(args, on_load_progress=progress))
 
 
 def _measure_server(

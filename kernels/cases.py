@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vkit.kernels import cases_sampling
 from vkit.kernels.cases_packed import expert_cases, packed_cases
 from vkit.kernels.cases_scaled import scaled_cases
 from vkit.kernels.experts import ExpertMatrix
@@ -23,8 +24,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SLACK = 1e-5
 """What may be added to twice the error of plain torch in the same type."""
 
-IN_PLACE: Mapping[str, tuple[int, ...]] = {"qk_norm_rope": (0, 1), "rope": (0, 1), "write_kv": (2, 3)}
-"""Op -> the arguments it writes to; it returns nothing."""
+IN_PLACE: Mapping[str, tuple[int, ...]] = {
+    "mask_tokens": (0,),
+    "penalise": (0,),
+    "qk_norm_rope": (0, 1),
+    "rope": (0, 1),
+    "write_kv": (2, 3),
+}
+"""Op -> the arguments it writes to, beside what it returns."""
 
 Arguments = tuple[Any, ...]
 
@@ -36,6 +43,8 @@ class Case:
     op: str
     label: str
     make: Callable[[Source], Arguments]
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    """Types of activations in which it differs."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +103,12 @@ def judge(
 
 
 def outcome(name: str, op: Callable[..., Any], arguments: Sequence[Any]) -> list[Tensor]:
-    """What `op` returns, or for an op that works in place all memory of what it wrote to."""
+    """What `op` returns, and all memory of what it wrote to."""
     returned = op(*arguments)
-    if name in IN_PLACE:
-        written = [arguments[index] for index in IN_PLACE[name]]
-        return [_all_memory(value) for value in written if value is not None]
-    return list(returned) if isinstance(returned, tuple) else [returned]
+    written = [arguments[index] for index in IN_PLACE.get(name, ())]
+    found = list(returned) if isinstance(returned, tuple) else [] if returned is None else [returned]
+    found = [value if isinstance(value, Tensor) else torch.tensor(value) for value in found]
+    return [*found, *(_all_memory(value) for value in written if value is not None)]
 
 
 def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
@@ -324,8 +333,18 @@ def _experts() -> Iterator[Case]:
             yield Case("run_experts", f"{shape}, {activation}", build)
 
 
+def _sampling() -> Iterator[Case]:
+    for op, label, make in cases_sampling.cases():
+        yield Case(op, label, make, DTYPES[:1])
+    for width in (1, 7, 64, 1000):
+        make = _bind(lambda s, n: (cases_sampling.logits_of(s, 8, n, 2.0),), width)
+        for op in ("largest", "largest_rows"):
+            yield Case(op, f"{width} tokens", make, DTYPES[:1])
+
+
 CASES: tuple[Case, ...] = (
     *(*_norms(), *_activations(), *_ropes(), *_writes(), *_attentions(), *_experts()),
     *(*packed_cases(Case), *scaled_cases(Case), *expert_cases(Case)),
+    *_sampling(),
 )
 """Every case of every op with a faster kernel."""

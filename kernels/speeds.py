@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vkit.kernels.cases_packed import packed_works
 from vkit.kernels.cases_scaled import scaled_works
+from vkit.kernels.draw_rules import DrawRules
 from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.paged import PagedBatch
 
@@ -75,11 +76,12 @@ class Sizes:
     copy_bytes: int
     rotated_bytes: int
     """Inputs rotate through this much: three times the largest second-level cache."""
+    vocab: int
 
 
-CARD = Sizes(8192, 4096, 14336, 32, 8, 128, 8192, (1, 64), 8192, 8192, 1 << 30, 400 << 20)
+CARD = Sizes(8192, 4096, 14336, 32, 8, 128, 8192, (1, 64), 8192, 8192, 1 << 30, 400 << 20, 151_936)
 """The layers of an 8B model."""
-SMALL = Sizes(3, 40, 24, 4, 2, 16, 20, (1, 2), 9, 16, 1 << 12, 1 << 12)
+SMALL = Sizes(3, 40, 24, 4, 2, 16, 20, (1, 2), 9, 16, 1 << 12, 1 << 12, 300)
 """For the interpreter."""
 
 
@@ -165,6 +167,46 @@ def works(device: torch.device, sizes: Sizes) -> Iterator[Work]:
     for batch in s.batches:
         yield _attention(s, normal, device, f"decode, {batch} x {s.context}", batch, 1, s.context)
     yield _attention(s, normal, device, f"prefill, {s.prompt}", 1, s.prompt, s.prompt)
+    for batch in s.batches:
+        yield from _sampling(s, device, batch)
+
+
+def _sampling(s: Sizes, device: torch.device, batch: int) -> Iterator[Work]:
+    """A row is read once whatever is asked of it; what a search reads again should come from a cache."""
+
+    def rows() -> tuple[Tensor, Tensor]:
+        return torch.randn(batch, s.vocab, device=device) * 3, torch.arange(batch, device=device)
+
+    label = f"{batch} x {s.vocab} tokens"
+    row_bytes = 4 * batch * s.vocab
+    for op in ("largest", "largest_rows"):
+        yield Work(op, label, lambda: rows()[:1], row_bytes)
+    for name, min_p, top_k, top_p in (
+        ("plain", 0.0, 0, 1.0),
+        ("top_k 50, top_p 0.95", 0.0, 50, 0.95),
+        ("top_p 0.95", 0.0, 0, 0.95),
+    ):
+
+        def drawn(rule: tuple[float, int, float] = (min_p, top_k, top_p)) -> tuple[Any, ...]:
+            rules = DrawRules.of([0.8] * batch, *([value] * batch for value in rule), device=device)
+            return *rows(), rules, torch.arange(batch, device=device)
+
+        yield Work("draw", f"{label}, {name}", drawn, row_bytes)
+    words = -(-s.vocab // 32)
+    yield Work(
+        "mask_tokens",
+        f"{label}, all but some forbidden",
+        lambda: (*rows(), torch.full((batch, words), 1, dtype=torch.int32, device=device)),
+        4 * batch * (words + 31 * words),
+    )
+    used = min(s.vocab, 1024)
+
+    def penalised() -> tuple[Any, ...]:
+        ids = torch.rand(batch, s.vocab, device=device).argsort(1)[:, :used].flatten()
+        owners = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(used)
+        return *rows(), ids, torch.ones(batch * used, device=device), owners, torch.ones(batch, 3, device=device)
+
+    yield Work("penalise", f"{label}, {used} used", penalised, batch * used * (4 + 4 + 8 + 4 + 4))
 
 
 def _experts_work(s: Sizes, normal: Callable[..., Tensor], device: torch.device) -> Work:

@@ -1,4 +1,5 @@
 // The part that is the same on every machine: thread pool, choice of level, replay of programs, the C ABI.
+#include "levels.h"
 #include "vk.h"
 
 #include <errno.h>
@@ -16,12 +17,6 @@
 
 #include <atomic>
 
-extern "C" const VkLevel* vk_level_scalar();
-#if defined(__x86_64__)
-extern "C" const VkLevel* vk_level_avx2();
-extern "C" const VkLevel* vk_level_avx512vnni();
-#endif
-
 namespace {
 
 // -------------------------------------------------------------------------------------------- packed formats
@@ -35,7 +30,7 @@ const Size SIZES[] = {
     {VK_Q5_K, 256, 176, 2816}, {VK_Q6_K, 256, 210, 3360}, {VK_IQ4_NL, 32, 18, 288},  {VK_IQ4_XS, 256, 136, 2176},
     {VK_MXFP4, 32, 17, 272},   {VK_NVFP4, 64, 36, 576},   {VK_BF16, 2, 4, 64},
     {VK_W4_32, 32, 24, 384},   {VK_W4_128, 128, 72, 1152}, {VK_W8_32, 32, 36, 576}, {VK_W8_128, 128, 132, 2112},
-    {VK_F8_32, 32, 36, 576},   {VK_F8_128, 128, 132, 2112},
+    {VK_F8_32, 32, 36, 576},   {VK_F8_128, 128, 132, 2112}, {VK_NF4_64, 64, 36, 576}, {VK_FP4_64, 64, 36, 576},
 };
 
 const Size* size_of(int32_t format, int64_t cols) {
@@ -349,31 +344,6 @@ bool is_of_a_file(void* page) {
     if (!can_tell) return false;
     if (madvise(page, 4096, MADV_WIPEONFORK)) return errno == EINVAL;
     madvise(page, 4096, MADV_KEEPONFORK);
-    return false;
-}
-
-// -------------------------------------------------------------------------------------------- levels
-
-const VkLevel* find_level(const char* name) {
-    if (!strcmp(name, "scalar")) return vk_level_scalar();
-#if defined(__x86_64__)
-    if (!strcmp(name, "avx2")) return vk_level_avx2();
-    if (!strcmp(name, "avx512vnni")) return vk_level_avx512vnni();
-#endif
-    return nullptr;
-}
-
-bool can_run(const char* name) {
-    if (!strcmp(name, "scalar")) return true;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (!strcmp(name, "avx2")) return avx2;
-    if (!strcmp(name, "avx512vnni"))
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512vnni");
-#endif
     return false;
 }
 

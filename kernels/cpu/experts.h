@@ -153,6 +153,7 @@ VK_INLINE void for_each_expert(const VkOp* op, VkCtx* ctx, const Sorted& s, int6
         g.scale = op->p[4] ? ((const float*)op->p[4])[e] : 1.0f;
         body(g, item % groups);
     });
+    end_of_product();
 }
 
 template <class F>
@@ -175,10 +176,7 @@ void expert_floats(const VkOp* op, VkCtx* ctx, const Sorted& s) {
 void expert_pairs(const VkOp* op, VkCtx* ctx, const Sorted& s) {
     for_each_expert(op, ctx, s, converted_bytes(op->n[2], KIND_PAIRS), [](Gemm& g, int64_t group) {
         g.group_bytes = g.k / 2 * 64;
-#if defined(__AVX512BW__)
-        if (HAS_BF16) return pairs_dot::rows<1>(g, group, 0, g.m);
-#endif
-        pairs::rows<1>(g, group, 0, g.m);
+        VK_PAIRS_CALL(rows<1>(g, group, 0, g.m));
     });
 }
 
@@ -210,7 +208,7 @@ void op_expert_gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
 #undef VK_CASE
 #define VK_CASE(F) \
     case F::FORMAT: return expert_floats<F>(op, ctx, s);
-        VK_FOR_EACH_FP8(VK_CASE)
+        VK_FOR_EACH_FLOAT(VK_CASE)
 #undef VK_CASE
     }
 }

@@ -23,6 +23,33 @@ VK_INLINE void prefetch_weight(const uint8_t* p) {
     else vk_prefetch_once(p);
 }
 
+// What a piece of rows holds of 32 inputs (see rows.h). `bias` and `sum` are two names of one place.
+struct BlockRows {
+    const int8_t* codes;
+    const float *scales, *sum;
+    const int32_t* bias;
+    int height;
+    VK_INLINE BlockRows at(const uint8_t* block, int height) {
+        const float* scales = (const float*)(block + 32 * height);
+        return {(const int8_t*)block, scales, scales + height, (const int32_t*)scales + height, height};
+    }
+};
+
+// Adds the integer sums of 32 inputs (of 16 and 16, where scales cover so many) to row r's 16 outputs.
+template <class F>
+VK_INLINE VF add_block(VF acc, VI first, VI second, const VF* scale, const VF* min, const BlockRows& rows, int r) {
+    const VF d = vf_set1(rows.scales[r]);
+    if constexpr (F::HALVES)
+        acc = vf_fma(vf_fma(vf_from_vi(second), scale[1], vf_mul(vf_from_vi(first), scale[0])), d, acc);
+    else
+        acc = vf_fma(vf_from_vi(first), vf_mul(scale[0], d), acc);
+    if constexpr (F::MIN) {
+        acc = vf_fnma(min[0], vf_set1(rows.sum[r]), acc);
+        if constexpr (F::HALVES) acc = vf_fnma(min[1], vf_set1(rows.sum[rows.height + r]), acc);
+    }
+    return acc;
+}
+
 // acc[r] (16 outputs of row r) of one piece of R rows.
 template <class F, int R>
 __attribute__((noinline)) void tile(const uint8_t* weight, const uint8_t* block, int64_t num_supers, VF out[R]) {
@@ -39,37 +66,24 @@ VK_UNROLL(9)
                 prefetch_weight<R>(weight + PREFETCH_BYTES + b * (F::BYTES / (F::SUPER / 32)) + 64 * i);
             VB w[8];
             F::codes(weight, b, w);
-            const int8_t* x = (const int8_t*)block;
-            const float* scales = (const float*)(block + 32 * R);
-            const int32_t* bias = (const int32_t*)scales + R;
+            const BlockRows rows = BlockRows::at(block, R);
 VK_UNROLL(16)
             for (int r = 0; r < R; ++r) {
-                const VF d = vf_set1(scales[r]);
+                const int8_t* x = rows.codes + 32 * r;
+                VI first = F::BIAS ? vi_dot_start<F::WIDE>(rows.bias + r) : vi_set1(0), second = first;
                 if constexpr (F::HALVES) {
-                    VI first = F::BIAS ? vi_dot_start<F::WIDE>(bias + r) : vi_set1(0);
-                    VI second = F::BIAS ? vi_dot_start<F::WIDE>(bias + R + r) : vi_set1(0);
+                    second = F::BIAS ? vi_dot_start<F::WIDE>(rows.bias + R + r) : vi_set1(0);
 VK_UNROLL(4)
                     for (int j = 0; j < 4; ++j) {
-                        first = vi_dot<F::WIDE>(first, w[j], x + 32 * r + 4 * j);
-                        second = vi_dot<F::WIDE>(second, w[j + 4], x + 32 * r + 16 + 4 * j);
+                        first = vi_dot<F::WIDE>(first, w[j], x + 4 * j);
+                        second = vi_dot<F::WIDE>(second, w[j + 4], x + 16 + 4 * j);
                     }
-                    const VF f = vf_mul(vf_from_vi(first), scale[2 * b]);
-                    acc[r] = vf_fma(vf_fma(vf_from_vi(second), scale[2 * b + 1], f), d, acc[r]);
                 } else {
-                    VI dot = F::BIAS ? vi_dot_start<F::WIDE>(bias + r) : vi_set1(0);
 VK_UNROLL(8)
-                    for (int j = 0; j < 8; ++j) dot = vi_dot<F::WIDE>(dot, w[j], x + 32 * r + 4 * j);
-                    acc[r] = vf_fma(vf_from_vi(dot), vf_mul(scale[b], d), acc[r]);
+                    for (int j = 0; j < 8; ++j) first = vi_dot<F::WIDE>(first, w[j], x + 4 * j);
                 }
-                if constexpr (F::MIN) {
-                    const float* sum = scales + R;
-                    if constexpr (F::HALVES) {
-                        acc[r] = vf_fnma(min[2 * b], vf_set1(sum[r]), acc[r]);
-                        acc[r] = vf_fnma(min[2 * b + 1], vf_set1(sum[R + r]), acc[r]);
-                    } else {
-                        acc[r] = vf_fnma(min[b], vf_set1(sum[r]), acc[r]);
-                    }
-                }
+                constexpr int PARTS = F::HALVES ? 2 : 1;
+                acc[r] = add_block<F>(acc[r], first, second, scale + PARTS * b, min + (F::MIN ? PARTS * b : 0), rows, r);
             }
             block += R * BLOCK_BYTES;
         }
@@ -131,9 +145,24 @@ VK_INLINE void gemm_piece(const Gemm& g, int64_t group, int64_t first) {
     finish_piece(g, group, first, R, acc, g.epilogue ? up : nullptr);
 }
 
+}  // namespace
+
+#if defined(VK_TILES)
+#include "gemm_tiles.h"
+#endif
+
+namespace {
+
 template <class F>
 void gemm_rows(const Gemm& g, int64_t group, int64_t first, int64_t end) {
     while (first < end) {
+#if defined(VK_TILES)
+        const int64_t done = tiled_rows<F>(g, group, first, end);
+        if (done) {
+            first += done;
+            continue;
+        }
+#endif
         const int rows = piece_rows(end - first);
         switch (rows) {
 #if VK_MAX_ROWS >= 16
@@ -148,6 +177,13 @@ void gemm_rows(const Gemm& g, int64_t group, int64_t first, int64_t end) {
         }
         first += rows;
     }
+}
+
+// What every product ends with on every thread.
+VK_INLINE void end_of_product() {
+#if defined(VK_TILES)
+    tile_done();
+#endif
 }
 
 Gemm open_gemm(const VkOp* op, const VkStep* step) {
@@ -184,6 +220,7 @@ void gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
         const int64_t end = first + ROWS_AT_A_TIME < g.m ? first + ROWS_AT_A_TIME : g.m;
         for (int64_t i = group; i < group + together && i < groups; ++i) gemm_rows<F>(g, i, first, end);
     });
+    end_of_product();
 }
 
 // p: blocks, weight, bias or null, out, then with an epilogue the weight and bias of the second factor.
@@ -209,6 +246,8 @@ VK_INLINE VF open_value(const VB w[8], int j, int byte, VF scale, VF min) {
         const VI high = vi_shl(w[j], 24 - 8 * byte);
         const VI bits = vi_or(vi_and(high, vi_set1(INT32_MIN)), vi_shr(vi_and(high, vi_set1(0x7f000000)), 4));
         return vf_mul(vf_mul(vf_bits(bits), vf_set1(0x1p120f)), scale);
+    } else if constexpr (F::IS_TABLE) {
+        return vf_mul(vf_lookup(F::table(), vi_and(vi_shr(w[j], 8 * byte), vi_set1(15))), scale);
     } else {
         const VI code = vi_add(vi_and(vi_shr(w[j], 8 * byte), vi_set1(255)), vi_set1(-F::BIAS));
         const VF value = vf_mul(vf_from_vi(code), scale);
@@ -266,7 +305,7 @@ void op_gemm_exact(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     case F::FORMAT: return gemm_exact<F>(op, step, ctx);
         VK_FOR_EACH_FORMAT(VK_CASE)
         VK_FOR_EACH_CODED(VK_CASE)
-        VK_FOR_EACH_FP8(VK_CASE)
+        VK_FOR_EACH_FLOAT(VK_CASE)
 #undef VK_CASE
     }
 }
@@ -308,7 +347,7 @@ void op_pack(const VkOp* op, const VkStep*, VkCtx* ctx) {
     case F::FORMAT: return pack<F>(op, ctx);
         VK_FOR_EACH_FORMAT(VK_CASE)
         VK_FOR_EACH_CODED(VK_CASE)
-        VK_FOR_EACH_FP8(VK_CASE)
+        VK_FOR_EACH_FLOAT(VK_CASE)
 #undef VK_CASE
     }
 }
@@ -366,11 +405,33 @@ void op_embed(const VkOp* op, const VkStep* step, VkCtx* ctx) {
 
 }  // namespace
 
+namespace {
+
+// Calls body(group, groups, first, end) for parts of a product: neighbouring groups, and rows first .. end - 1.
+template <class Body>
+VK_INLINE void for_each_part(const Gemm& g, VkCtx* ctx, Body body) {
+    const int64_t groups = (g.rows + 15) / 16, chunks = (g.m + ROWS_AT_A_TIME - 1) / ROWS_AT_A_TIME;
+    const int64_t together = chunks > 1 ? GROUPS_AT_A_TIME : 2, per_chunk = (groups + together - 1) / together;
+    vk_for_each(ctx, per_chunk * chunks, [&](int64_t item) {
+        const int64_t first = item / per_chunk * ROWS_AT_A_TIME, begin = item % per_chunk * together;
+        const int64_t end = first + ROWS_AT_A_TIME < g.m ? first + ROWS_AT_A_TIME : g.m;
+        body(begin, begin + together < groups ? begin + together : groups, first, end);
+    });
+    end_of_product();
+}
+
+}  // namespace
+
+// VK_PAIRS_CALL(f(...)): the product with bfloat16 weights that this processor has.
+#if defined(VK_TILES)
+#define VK_PAIRS_CALL(call) pairs_tiled::call
+#else
 #define VK_PAIRS pairs
 #define VK_DOT 0
 #include "gemm_pairs.h"
 #undef VK_PAIRS
 #undef VK_DOT
+#define VK_PAIRS_CALL(call) pairs::call
 #if defined(__AVX512BW__)
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
@@ -380,16 +441,21 @@ void op_embed(const VkOp* op, const VkStep* step, VkCtx* ctx) {
 #undef VK_PAIRS
 #undef VK_DOT
 #pragma GCC pop_options
+#undef VK_PAIRS_CALL
+#define VK_PAIRS_CALL(call) (HAS_BF16 ? pairs_dot::call : pairs::call)
+#endif
 #endif
 
 namespace {
 
 // As op_gemm, for bfloat16 weights.
 void op_gemm_pairs(const VkOp* op, const VkStep* step, VkCtx* ctx) {
-#if defined(__AVX512BW__)
-    if (HAS_BF16) return pairs_dot::run(op, step, ctx);
-#endif
-    pairs::run(op, step, ctx);
+    Gemm g = open_gemm(op, step);
+    g.group_bytes = g.k / 2 * 64;
+    for_each_part(g, ctx, [&](int64_t group, int64_t stop, int64_t first, int64_t end) {
+        for (; group + 2 <= stop; group += 2) VK_PAIRS_CALL(rows<2>(g, group, first, end));
+        if (group < stop) VK_PAIRS_CALL(rows<1>(g, group, first, end));
+    });
 }
 
 // Row `row` of the M whose converted form begins at `out`, as products of this kind read it.
@@ -401,14 +467,8 @@ void convert_activations(const void* x, int32_t dtype, int64_t k, int64_t kind, 
     if (kind == KIND_PAIRS) {
         int height;
         const int64_t first = piece_of(m, row, &height);
-#if defined(__AVX512BW__)
-        if (HAS_BF16) {
-            uint8_t* piece = (uint8_t*)out + first * (k / 2) * pairs_dot::PAIR_BYTES;
-            return pairs_dot::pack_row(x, dtype, k, piece, height, (int)(row - first));
-        }
-#endif
-        uint8_t* piece = (uint8_t*)out + first * (k / 2) * pairs::PAIR_BYTES;
-        return pairs::pack_row(x, dtype, k, piece, height, (int)(row - first));
+        uint8_t* piece = (uint8_t*)out + first * (k / 2) * VK_PAIRS_CALL(PAIR_BYTES);
+        return VK_PAIRS_CALL(pack_row(x, dtype, k, piece, height, (int)(row - first)));
     }
     QuantRow q = QuantRow::at(out, m, row, k, kind);
     for (int64_t i = 0; i < k; i += 32) QuantRow::put(&q, load16(x, dtype, i), load16(x, dtype, i + 16));
@@ -417,11 +477,7 @@ void convert_activations(const void* x, int32_t dtype, int64_t k, int64_t kind, 
 // Bytes of one converted row.
 VK_INLINE int64_t converted_bytes(int64_t k, int64_t kind) {
     if (kind == KIND_FLOATS) return 4 * k;
-    if (kind != KIND_PAIRS) return k / 32 * BLOCK_BYTES;
-#if defined(__AVX512BW__)
-    if (HAS_BF16) return k / 2 * pairs_dot::PAIR_BYTES;
-#endif
-    return k / 2 * pairs::PAIR_BYTES;
+    return kind == KIND_PAIRS ? k / 2 * VK_PAIRS_CALL(PAIR_BYTES) : k / 32 * BLOCK_BYTES;
 }
 
 // p: x, out. n: K, x dtype, x stride, kind (see block_kind).

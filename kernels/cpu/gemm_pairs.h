@@ -74,21 +74,6 @@ void rows(const Gemm& g, int64_t group, int64_t first, int64_t end) {
     }
 }
 
-void run(const VkOp* op, const VkStep* step, VkCtx* ctx) {
-    Gemm g = open_gemm(op, step);
-    g.group_bytes = g.k / 2 * 64;
-    const int64_t groups = (g.rows + 15) / 16, chunks = (g.m + ROWS_AT_A_TIME - 1) / ROWS_AT_A_TIME;
-    const int64_t together = chunks > 1 ? GROUPS_AT_A_TIME : 2, per_chunk = (groups + together - 1) / together;
-    vk_for_each(ctx, per_chunk * chunks, [&](int64_t item) {
-        const int64_t first = item / per_chunk * ROWS_AT_A_TIME, begin = item % per_chunk * together;
-        const int64_t end = first + ROWS_AT_A_TIME < g.m ? first + ROWS_AT_A_TIME : g.m;
-        const int64_t stop = begin + together < groups ? begin + together : groups;
-        int64_t group = begin;
-        for (; group + 2 <= stop; group += 2) rows<2>(g, group, first, end);
-        if (group < stop) rows<1>(g, group, first, end);
-    });
-}
-
 // Two inputs a and b of row `index` of a piece `height` rows high, pair j of the row.
 void pack_row(const void* x, int32_t dtype, int64_t k, uint8_t* piece, int height, int index) {
     for (int64_t i = 0; i < k; i += 16) {

@@ -67,6 +67,11 @@ const VkLevel LEVEL = {
     is_parallel,
     scratch,
     shared,
+#if defined(VK_TILES)
+    tiles_work,
+#else
+    nullptr,
+#endif
 };
 
 }  // namespace

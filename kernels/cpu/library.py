@@ -59,6 +59,7 @@ class Library:
     """The loaded library at one level."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         try:
             self._c = ctypes.CDLL(str(path))
         except OSError as error:

@@ -56,7 +56,7 @@ class PackedWeight:
     @property
     def needs_floats(self) -> bool:
         """Whether there is no product with integer activations."""
-        return self.qtype == "F8"
+        return self.qtype in ("F8", "NF4", "FP4")
 
 
 class WeightCache:

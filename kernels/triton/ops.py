@@ -5,14 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vkit.kernels.triton import activation, cache, expert_products, experts, norm, packed, paged, rope, scaled
+from vkit.kernels.triton import (
+    activation,
+    cache,
+    draw,
+    edit,
+    expert_products,
+    experts,
+    norm,
+    packed,
+    paged,
+    rope,
+    scaled,
+)
 from vkit.kernels.triton.common import FLOATS, Ahead
 
 OPS: Mapping[str, Callable[..., Any]] = {
     "add_rms_norm": norm.add_rms_norm,
     "axis_table": rope.axis_table,
+    "draw": draw.draw,
     "gelu_and_mul": activation.gelu_and_mul,
+    "largest": draw.largest,
+    "largest_rows": draw.largest_rows,
+    "mask_tokens": edit.mask_tokens,
     "paged_attention": paged.paged_attention,
+    "penalise": edit.penalise,
     "qk_norm_rope": rope.qk_norm_rope,
     "quantized_embedding": packed.quantized_embedding,
     "quantized_linear": packed.quantized_linear,
@@ -28,6 +45,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
 AHEAD: tuple[Ahead, ...] = (
     *(*norm.AHEAD, *activation.AHEAD, *rope.AHEAD, *cache.AHEAD, *paged.AHEAD, *experts.AHEAD),
     *(*packed.AHEAD, *scaled.AHEAD, *expert_products.AHEAD),
+    *(*draw.AHEAD, *edit.AHEAD),
 )
 
 __all__ = ["AHEAD", "FLOATS", "OPS"]

@@ -31,7 +31,7 @@ def test_doctor_tells_what_is_there(vkit_run: Run) -> None:
     assert shown["kernel_backends"]["reference"] == "available"
     native = shown["cpu_kernels"]
     if native is not None:
-        assert native["level"] in ("scalar", "avx2", "avx512vnni")
+        assert native["level"] in ("scalar", "avx2", "avx512vnni", "amx")
         assert native["bytes_per_s"] > 1e8
     page = vkit_run("doctor")
     assert page.status == 0

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from vkit import kernels
+from vkit.kernels.build import build_library
+from vkit.kernels.compiler import BuildError, Unit
+from vkit.kernels.cpu import library as library_module
 from vkit.kernels.cpu.library import Library, LibraryError, load_library
 from vkit.kernels.cpu.ops import Operations
-from vkit.kernels.cpu.sources import LEVEL_FLAGS
+from vkit.kernels.cpu.sources import FLAGS, LEVEL_FLAGS, emulation_calls
 from vkit.kernels.dispatch import REFERENCE
 from vkit.kernels.reference import OPS
 
@@ -46,15 +49,37 @@ def library() -> Library:
         pytest.skip(str(reason))
 
 
+@pytest.fixture(scope="session")
+def emulated(library: Library) -> Library | None:
+    """The tiles' level alone, with tiles made of loops; None where even that needs more than this machine has."""
+    folder = Path(library_module.__file__).parent
+    units = [Unit(*call) for call in emulation_calls(folder)]
+    try:
+        built = Library(build_library("cpu-emulated", units, list(folder.glob("*.h")), FLAGS))
+    except (BuildError, LibraryError):
+        return None
+    if not built.can_run("amx"):
+        return None
+    built.use_level("amx")
+    return built
+
+
 @pytest.fixture(params=list(LEVEL_FLAGS))
-def level(request: pytest.FixtureRequest, library: Library) -> Iterator[str]:
-    """Each level in turn; those the processor lacks are skipped."""
+def level(request: pytest.FixtureRequest, library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each level in turn; those the processor lacks are skipped, but for tiles, which are emulated then."""
     before = library.level
+    if request.param == "amx" and not library.can_run("amx"):
+        stand_in: Library | None = request.getfixturevalue("emulated")
+        if stand_in is None:
+            pytest.skip("tiles cannot be emulated here")
+        stand_in.set_num_threads(library.num_threads)
+        monkeypatch.setattr(library, "_c", stand_in._c)
     if not library.can_run(request.param):
         pytest.skip(f"this processor does not run {request.param}")
     library.use_level(request.param)
     assert library.level == request.param
     yield request.param
+    monkeypatch.undo()
     library.use_level(before)
 
 

@@ -110,7 +110,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("num_threads", [1, 3], indirect=True)
-def test_replay_equals_eager(model: TinyModel, library: Library, num_threads: int) -> None:
+def test_replay_equals_eager(model: TinyModel, library: Library, level: str, num_threads: int) -> None:
     runner = StepRunner(library, model.step)
     for queries, lengths in STEPS:
         batch = model.batch(queries, lengths)

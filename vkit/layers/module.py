@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vkit.distributed import Ranks
 from vkit.quantization import QuantizedTensor, ScaledMatrix, Weight, placed
 
 
@@ -59,8 +60,18 @@ class Module:
     def choose_form(self, is_stored: Callable[[str], bool]) -> None:
         """Settle on one of several ways checkpoints store this layer; names as in `slots`. Called before `slots`."""
 
+    def shard(self, ranks: Ranks) -> None:
+        """Be this rank's share from now on, called once, before anything is loaded. What knows no shares is whole on
+        every rank, and its children see to themselves.
+
+        Raises:
+            CannotShare: so many ranks cannot share this layer.
+        """
+        for _, child in self.children():
+            child.shard(ranks)
+
     def slots(self) -> list[TensorSlot]:
-        """The tensors of this layer itself, children left out."""
+        """The tensors of this layer itself, children left out; as stored, whatever part of them a rank keeps."""
         return []
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.batch import Batch
+from vkit.distributed import Ranks
 from vkit.errors import ModelLoadError
 from vkit.kernels import PagedBatch
 from vkit.layers import (
@@ -105,7 +106,18 @@ class BorrowingAttention(Module):
         self.q_proj = Linear(hidden_size, num_heads * q_norm.width)
         self.q_norm = q_norm
         self.o_proj = Linear(num_heads * q_norm.width, hidden_size)
+        self._num_heads = num_heads
         self.rotary = rotary
+
+    def shard(self, ranks: Ranks) -> None:
+        """Some of the heads, over the keys that the earlier layer has here."""
+
+        def spans(rank: int) -> list[tuple[int, int]]:
+            first, stop = ranks.split("attention heads", self._num_heads, rank)
+            return [(first * self.q_norm.width, stop * self.q_norm.width)]
+
+        self.q_proj.shard_outputs(spans(ranks.rank))
+        self.o_proj.shard_inputs(ranks, ranks.each(spans))
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, H) -> (T, H)."""
