@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -397,27 +398,16 @@ class CheckedModel:
         announced = _Announced()
         connector = self._connector(groups, announced)
         worker = None if connector is None else connector.worker
-        team = Team(config, find_launch()) if config.tensor_parallel_size > 1 else None
-        ranks = team.ranks if team is not None else ALONE
-        try:
-            # Ranks must agree on their cache, and each would measure its own.
-            sizing = self.sizing if team is None else None
-            resident = ResidentModel(checkpoint, config, progress, worker, self.drafting, ranks, sizing)
-            if team is not None:
-                team.wait_ready()
-        except BaseException:
-            if team is not None:
-                team.kill()
-            raise
+        resident, shared = self._in_memory(progress, worker)
         config = resident.config
-        runner = resident if team is None else SharedModel(resident, team)
+        runner = resident if shared is None else shared
         proposer = _proposer(self.drafting, resident) if self.drafting is not None else None
         embedding = self.embedding
         own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
         engine = Engine(own, runner, groups, tokenizer, plugins=plugins, proposer=proposer, connector=connector)
         announced.engine = engine
-        if team is not None:
-            team.watch_with(engine.fail)
+        if shared is not None:
+            shared.watch_with(engine.fail)
         grammars = LateCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -459,6 +449,22 @@ class CheckedModel:
             embedding=embedding,
             adapters=self.adapters,
         )
+
+    def _in_memory(
+        self, progress: ProgressCallback | None, worker: WorkerSide | None
+    ) -> tuple[ResidentModel, SharedModel | None]:
+        """This process's model, and what runs it together with the other ranks, if there are any."""
+        config, checkpoint = self.config, self.checkpoint
+        if config.tensor_parallel_size == 1:
+            return ResidentModel(checkpoint, config, progress, worker, self.drafting, ALONE, self.sizing), None
+        team = Team(config, find_launch())
+        with ExitStack() as undo:
+            undo.callback(team.kill)
+            # Without a sizing: ranks must agree on their cache, and each would measure its own.
+            resident = ResidentModel(checkpoint, config, progress, worker, self.drafting, team.ranks)
+            team.wait_ready()
+            undo.pop_all()
+        return resident, SharedModel(resident, team)
 
     def _connector(self, groups: list[CacheGroup], announced: _Announced) -> KVConnector | None:
         chosen = self.config.kv_transfer_config

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from vkit.errors import EngineDeadError
 from vkit.parallel.messages import Sleep, Step, WakeUp
 from vkit.parallel.team import Team
 from vkit.parallel.wire import PlanWriter, SentPlan
@@ -48,6 +50,10 @@ class SharedModel:
         self._own = own
         self._team = team
         self._writer = PlanWriter()
+
+    def watch_with(self, on_failure: Callable[[EngineDeadError], None]) -> None:
+        """Call `on_failure`, from another thread, if a rank is lost."""
+        self._team.watch_with(on_failure)
 
     def prepare(self, plan: Plan, sampled: SampledTokens | None = None) -> _SharedStep:
         """Host work of a step, the message to the others included. Tokens are known: nothing is launched ahead here.
