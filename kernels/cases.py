@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from vkit.kernels import cases_recurrent, cases_sampling
-from vkit.kernels.cases_packed import packed_cases
+from vkit.kernels.cases_packed import expert_cases, packed_cases
+from vkit.kernels.cases_scaled import scaled_cases
 from vkit.kernels.dispatch import default_kv_layout
 from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.paged import PagedBatch
@@ -413,7 +414,7 @@ def _sampling() -> Iterator[Case]:
 
 CASES: tuple[Case, ...] = (
     *(*_norms(), *_activations(), *_ropes(), *_writes(), *_attentions(), *_segments(), *_experts(), *_recurrent()),
-    *packed_cases(Case),
+    *(*packed_cases(Case), *scaled_cases(Case), *expert_cases(Case)),
     *_sampling(),
 )
 """Every case of every op with a faster kernel."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vkit.kernels import speeds_recurrent
 from vkit.kernels.cases_packed import packed_works
+from vkit.kernels.cases_scaled import scaled_works
 from vkit.kernels.draw_rules import DrawRules
 from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.paged import PagedBatch
@@ -166,6 +167,7 @@ def works(device: torch.device, sizes: Sizes) -> Iterator[Work]:
     yield Work("write_kv", label, lambda: _write_arguments(s, normal, device), 4 * s.kv_heads * head_bytes)
     yield _experts_work(s, normal, device)
     yield from packed_works(Work, s, device)
+    yield from scaled_works(Work, s, device)
     for batch in s.batches:
         yield _attention(s, normal, device, f"decode, {batch} x {s.context}", batch, 1, s.context)
     yield _attention(s, normal, device, f"prefill, {s.prompt}", 1, s.prompt, s.prompt)

@@ -11,12 +11,14 @@ from vkit.kernels.triton import (
     convolution,
     draw,
     edit,
+    expert_products,
     experts,
     latent,
     norm,
     packed,
     paged,
     rope,
+    scaled,
     segments,
     states,
 )
@@ -42,6 +44,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "rms_norm": norm.rms_norm,
     "rope": rope.rope,
     "run_experts": experts.run_experts,
+    "scaled_linear": scaled.scaled_linear,
     "segment_attention": segments.segment_attention,
     "silu_and_mul": activation.silu_and_mul,
     "write_kv": cache.write_kv,
@@ -50,7 +53,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
 
 AHEAD: tuple[Ahead, ...] = (
     *(*norm.AHEAD, *activation.AHEAD, *rope.AHEAD, *cache.AHEAD, *paged.AHEAD, *experts.AHEAD),
-    *packed.AHEAD,
+    *(*packed.AHEAD, *scaled.AHEAD, *expert_products.AHEAD),
     *(*latent.AHEAD, *segments.AHEAD, *draw.AHEAD, *edit.AHEAD, *convolution.AHEAD, *states.AHEAD),
 )
 

@@ -128,8 +128,11 @@ class Cut:
 
 
 def _num_parts(num_queries: int, length: int, window: int | None, chunk: int) -> int:
-    lowest = 0 if window is None else max(0, length - num_queries - window + 1)
-    return max(1, -(-length // chunk) - lowest // chunk)
+    """The most parts of a sequence of up to `length` tokens; a shorter one's window may lie across one chunk more."""
+    parts = -(-length // chunk)
+    if window is not None:
+        parts = min(parts, (window + num_queries - 3) // chunk + 2)
+    return max(1, parts)
 
 
 @dataclass(frozen=True)

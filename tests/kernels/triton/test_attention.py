@@ -58,6 +58,21 @@ def test_a_result_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
         assert torch.equal(own, together[start:stop])
 
 
+@pytest.mark.parametrize("length", [33, 47, 48, 63])
+def test_lengths_on_the_host_are_bounds(length: int) -> None:
+    """As in a captured step: with a window, a shorter sequence may lie across more chunks than the longest."""
+    from vkit.kernels.triton.paged import paged_attention
+
+    given = arguments(replace(SPLIT, lengths=((1, length), (1, 5)), window=16))
+    expected = REFERENCE["paged_attention"](*given)
+    batch = given[3]
+    assert isinstance(batch, PagedBatch)
+    batch.memo.clear()
+    batch.host_seq_lens[:] = [64, 64]
+    found = paged_attention(*given, chunk=16)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_a_padding_row_gives_zeros_and_reads_nothing(chunk: int) -> None:
     """A sequence of length zero with one query: what a captured graph has in its unused rows."""
