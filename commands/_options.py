@@ -312,7 +312,9 @@ class EngineFlags:
             help="Processes that share the model, each with a card of its own (or on CPUs, for trying it out).",
         ),
     ] = 1
-    threads: Annotated[int, _engine_option("--threads", min=0, help="CPU threads; 0: all this process may use.")] = 0
+    threads: Annotated[
+        int, _engine_option("--threads", min=0, help="CPU threads of each process; 0: all it may use.")
+    ] = 0
     cpu_precision: Annotated[
         Literal["fast", "exact"],
         _engine_option("--cpu-precision", help="exact keeps activations in floating point."),

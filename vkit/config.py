@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
 from vkit.kv_transfer import KVTransferConfig
-from vkit.speculative_config import SpeculativeSettings, parse_speculative_config
+from vkit.speculative_config import METHODS_OF_TOKENS, SpeculativeSettings, parse_speculative_config
 from vkit.weight_offload import EXPERT_FLAG, FLAG, MAX_CALM_SEQS, ExpertCacheSize, OffloadConfig
 
 DEFAULT_NUM_BLOCKS = 256
@@ -391,7 +391,7 @@ class EngineArgs:
             "--offload-config": self.offload_config is not None,
             "--moe-expert-cache": self.moe_expert_cache is not None,
             f"--speculative-config: method: {speculation.method if speculation else ''}": speculation is not None
-            and speculation.method != "ngram",
+            and speculation.method not in METHODS_OF_TOKENS,
         }
         for what, is_given in refused.items():
             if is_given:

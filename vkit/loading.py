@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +29,6 @@ from vkit.config import (
     ModelFacts,
     resolve_dtype,
     resolve_kv_cache_dtype,
-    size_pool,
 )
 from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
@@ -48,7 +48,7 @@ from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.media import KINDS, MediaProcessor
 from vkit.media.conversation import with_placeholders
-from vkit.memory import MemoryMeter, MemoryProfile, meter_for, profile_memory
+from vkit.memory import MemoryMeter, MemoryProfile, PoolSizing, meter_for, profile_memory
 from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
@@ -85,35 +85,6 @@ DEFAULT_CONTEXT = 2048
 
 _TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSizing:
-    """What the size of the cache was decided from before the weights were read, to decide it again by measurement."""
-
-    args: EngineArgs
-    facts: ModelFacts
-    device: DeviceFacts
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the device that were taken when it was first looked at."""
-        return self.device.total_bytes - self.device.available_bytes
-
-    def resized(self, config: EngineConfig, profile: MemoryProfile) -> EngineConfig:
-        """The configuration with the cache that fits beside what was measured.
-
-        Raises:
-            OutOfMemoryPreflight: none does.
-        """
-        pool = size_pool(
-            self.args, profile.measured(self.facts), self.device, config.max_model_len, config.max_num_batched_tokens
-        )
-        for note in pool.notes:
-            logger.warning("%s", note)
-        if pool.num_blocks != config.num_blocks:
-            logger.info("%d blocks of KV cache, as measured; %d were expected", pool.num_blocks, config.num_blocks)
-        return dataclasses.replace(config, num_blocks=pool.num_blocks, max_model_len=pool.max_model_len)
 
 
 class ResidentModel:
@@ -427,27 +398,16 @@ class CheckedModel:
         announced = _Announced()
         connector = self._connector(groups, announced)
         worker = None if connector is None else connector.worker
-        team = Team(config, find_launch()) if config.tensor_parallel_size > 1 else None
-        ranks = team.ranks if team is not None else ALONE
-        try:
-            # Ranks must agree on their cache, and each would measure its own.
-            sizing = self.sizing if team is None else None
-            resident = ResidentModel(checkpoint, config, progress, worker, self.drafting, ranks, sizing)
-            if team is not None:
-                team.wait_ready()
-        except BaseException:
-            if team is not None:
-                team.kill()
-            raise
+        resident, shared = self._in_memory(progress, worker)
         config = resident.config
-        runner = resident if team is None else SharedModel(resident, team)
+        runner = resident if shared is None else shared
         proposer = _proposer(self.drafting, resident) if self.drafting is not None else None
         embedding = self.embedding
         own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
         engine = Engine(own, runner, groups, tokenizer, plugins=plugins, proposer=proposer, connector=connector)
         announced.engine = engine
-        if team is not None:
-            team.watch_with(engine.fail)
+        if shared is not None:
+            shared.watch_with(engine.fail)
         grammars = LateCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
@@ -489,6 +449,22 @@ class CheckedModel:
             embedding=embedding,
             adapters=self.adapters,
         )
+
+    def _in_memory(
+        self, progress: ProgressCallback | None, worker: WorkerSide | None
+    ) -> tuple[ResidentModel, SharedModel | None]:
+        """This process's model, and what runs it together with the other ranks, if there are any."""
+        config, checkpoint = self.config, self.checkpoint
+        if config.tensor_parallel_size == 1:
+            return ResidentModel(checkpoint, config, progress, worker, self.drafting, ALONE, self.sizing), None
+        team = Team(config, find_launch())
+        with ExitStack() as undo:
+            undo.callback(team.kill)
+            # Without a sizing: ranks must agree on their cache, and each would measure its own.
+            resident = ResidentModel(checkpoint, config, progress, worker, self.drafting, team.ranks)
+            team.wait_ready()
+            undo.pop_all()
+        return resident, SharedModel(resident, team)
 
     def _connector(self, groups: list[CacheGroup], announced: _Announced) -> KVConnector | None:
         chosen = self.config.kv_transfer_config

@@ -333,7 +333,8 @@ int launch_for(const VkDecode& a, void* stream) {
     return columns == 1 ? launch_decode<T, 256, 1>(a, stream) : 1;
 }
 
-VK_EXPORT int vk_decode(const VkDecode* a, void* stream) {
+VK_EXPORT int vk_decode(const VkDecode* a, int32_t device, void* stream) {
+    use_device(device);
     return a->type == VK_BF16 ? launch_for<bf16>(*a, stream) : launch_for<f16>(*a, stream);
 }
 

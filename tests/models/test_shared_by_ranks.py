@@ -135,6 +135,12 @@ def test_gguf_files_are_shared(name: str, load_golden: Callable[..., Any], run_s
         assert tokens == golden.greedy()[:12]
 
 
+def test_hidden_states_of_a_model_that_embeds(load_golden: Callable[..., Any], run_shared: Callable[..., Any]) -> None:
+    golden = load_golden("llama_embed")
+    for _, hidden, _ in run_shared(lambda: open_checkpoint(GOLDENS / "llama_embed"), 2, golden.prompt(), 1):
+        torch.testing.assert_close(hidden, golden.tensors["hidden"], atol=1e-4, rtol=0)
+
+
 def test_packed_gguf_files_are_cut_at_block_edges(
     load_golden: Callable[..., Any],
     run_shared: Callable[..., Any],
@@ -160,12 +166,12 @@ def test_packed_gguf_files_are_cut_at_block_edges(
 @pytest.mark.parametrize(
     "name",
     [
-        *("awq", "gptq_act_order", "ct_fp8_dynamic", "nvfp4_ct"),
+        *("awq", "ct_fp8_dynamic"),
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
                 *("ct_int4", "ct_int4_asym", "ct_int8_w8a8", "fp8_block", "fp8_static", "gptq", "gptq_8bit"),
-                *("mxfp4_ct", "nvfp4_modelopt", "nvfp4a16_ct"),
+                *("mxfp4_ct", "nvfp4_modelopt", "nvfp4a16_ct", "gptq_act_order", "nvfp4_ct"),
             )
         ),
     ],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from vkit import LLM, EngineArgs, EngineDeadError, ModelLoadError, SamplingParams, UsageError
+from vkit import LLM, EngineArgs, EngineDeadError, ImageMedia, ModelLoadError, SamplingParams, UsageError
 from vkit.parallel import team
 from vkit.parallel.launch import Launch, check_launch, find_launch
-from vkit.parallel.messages import Start
+from vkit.parallel.messages import Start, Step
 
 GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
 SMALL: dict[str, Any] = {
@@ -116,6 +120,7 @@ def test_a_rank_that_ends_ends_the_engine(shared: LLM) -> None:
         ({"enable_lora": True}, "--enable-lora"),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}}, "--kv-transfer-config"),
         ({"moe_expert_cache": 2}, "--moe-expert-cache"),
+        ({"cudagraph_capture_sizes": [1, 2]}, "--cudagraph-capture-sizes"),
         ({"speculative_config": {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}}, "draft_model"),
     ],
 )
@@ -156,6 +161,29 @@ def test_what_torchrun_says_is_read() -> None:
 
 
 @pytest.mark.slow
+def test_of_several_ranks_the_lost_one_is_named() -> None:
+    """The others notice as soon as rank 0 does, and do not take the blame."""
+    with open_golden("llama", tensor_parallel_size=4) as llm:
+        children = followers()
+        children[1].kill()
+        with pytest.raises(EngineDeadError, match=rf"process {children[1].pid}\) was ended by SIGKILL"):
+            greedy(llm, [[1, 2, 3]], 64)
+    assert not followers()
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_says_how(caplog: pytest.LogCaptureFixture) -> None:
+    """Here it is sent nonsense between two steps."""
+    with open_golden("llama") as llm:
+        shared: Any = llm._loaded.engine.runner
+        shared._team.send(Step(None))  # type: ignore[arg-type]
+        with pytest.raises(EngineDeadError, match="rank 1: AttributeError: 'NoneType'"):
+            greedy(llm, [[1, 2, 3]], 64)
+    assert "Traceback" in caplog.text
+    assert not followers()
+
+
+@pytest.mark.slow
 def test_a_closed_model_leaves_no_process_behind() -> None:
     before = len(followers())
     with open_golden("llama"):
@@ -186,6 +214,29 @@ def test_families_in_processes(name: str, file: str, keywords: dict[str, Any]) -
     work = cases(name)
     with open_golden(name, file, **keywords) as llm:
         assert greedy(llm, [prompt for prompt, _ in work], 13) == [expected[:13] for _, expected in work]
+
+
+@pytest.mark.slow
+def test_pictures_are_seen_by_all_ranks(tmp_path: Path) -> None:
+    """Every rank has the whole tower, and is told what to encode."""
+    for file in [*(GOLDENS / "byte_tokenizer").iterdir(), *(GOLDENS / "qwen3_vl").glob("*.json")]:
+        shutil.copy(file, tmp_path / file.name)
+    (tmp_path / "model.safetensors").symlink_to(GOLDENS / "qwen3_vl" / "model.safetensors")
+    sizes = {"size": {"shortest_edge": 256, "longest_edge": 1024}, "patch_size": 4}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(sizes))
+    pixels = np.random.default_rng(0).integers(0, 256, (31, 17, 3), dtype=np.uint8)
+    prompt = {
+        "prompt": "a<|vision_start|><|image_pad|><|vision_end|>b, what",
+        "multi_modal_data": {"image": ImageMedia(pixels)},
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = []
+    for size in (1, 2):
+        settings = {**SMALL, "num_blocks": 200, "max_model_len": 120, "dtype": "float32"}
+        with LLM(str(tmp_path), tensor_parallel_size=size, **settings) as llm:
+            outputs = llm.generate([prompt, "only text", prompt], params)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
 
 
 @pytest.fixture
@@ -286,14 +337,40 @@ def test_an_interrupt_while_loading_leaves_no_rank_behind(environment: dict[str,
     assert not any(child.is_running() for child in children)
 
 
+TORCHRUN_PROGRAM = [sys.executable, "-m", "torch.distributed.run"]
+GREEDY = ["--prompt", "hello", "--max-tokens", "8", "--temperature", "0", "--num-blocks", "64"]
+
+
+@pytest.fixture(scope="module")
+def expected_text() -> str:
+    """What one process says."""
+    args = [*command(sys.executable, "-m", "vkit", "complete"), *GREEDY]
+    return subprocess.run(args, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
 @pytest.mark.slow
-def test_torchrun_starts_the_same(environment: dict[str, str]) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vkit"]
-    texts = []
-    for program, size in (([sys.executable, "-m", "vkit"], "1"), (torchrun, "2")):
-        args = [*command(*program, "complete"), "--prompt", "hello", "--max-tokens", "8", "--temperature", "0"]
-        args += ["--num-blocks", "64", "--tensor-parallel-size", size]
-        done = subprocess.run(args, capture_output=True, text=True, env=environment, timeout=120)
-        assert done.returncode == 0, done.stderr
-        texts.append(done.stdout)
-    assert texts[0] == texts[1] != ""
+def test_torchrun_starts_the_same(expected_text: str, environment: dict[str, str]) -> None:
+    program = [*TORCHRUN_PROGRAM, "--standalone", "--nproc-per-node", "2", "-m", "vkit", "complete"]
+    args = [*command(*program), *GREEDY, "--tensor-parallel-size", "2"]
+    done = subprocess.run(args, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected_text != ""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_as_on_several_hosts(expected_text: str, environment: dict[str, str]) -> None:
+    """Two agents with a rank each: nothing tells the ranks that both are on this host."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    agents = []
+    for node in ("1", "0"):
+        program = [*TORCHRUN_PROGRAM, "--nnodes", "2", "--node-rank", node, "--nproc-per-node", "1"]
+        program += ["--master-addr", "127.0.0.1", "--master-port", port, "-m", "vkit", "complete"]
+        args = [*command(*program), *GREEDY, "--tensor-parallel-size", "2"]
+        agents.append(
+            subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+    other, own = (agent.communicate(timeout=120) for agent in agents)
+    assert [agent.returncode for agent in agents] == [0, 0], (own, other)
+    assert own[0] == expected_text
+    assert other[0] == ""

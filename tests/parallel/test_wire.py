@@ -35,7 +35,8 @@ def plans_are_sent(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     ends: dict[int, tuple[PlanWriter, PlanReader]] = {}
     num_bytes = 0
 
-    def send(self: Runner, plan: Plan) -> PreparedStep:
+    def send(self: Runner, plan: Plan, sampled: object = None) -> PreparedStep:
+        assert sampled is None, "nothing is launched ahead here"
         nonlocal num_bytes
         writer, reader = ends.setdefault(id(self), (PlanWriter(), PlanReader()))
         data = pickle.dumps(writer.write(plan))

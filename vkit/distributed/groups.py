@@ -18,6 +18,10 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 """How long one sum may wait for the others: ranks enter it together, so only a rank that hangs makes it long."""
 
 
+class RankLost(RuntimeError):
+    """A sum or gathering that another rank did not take part in."""
+
+
 class ProcessGroup:
     """A group of processes, apart from torch's global one, so that a process may hold several models."""
 
@@ -27,12 +31,18 @@ class ProcessGroup:
 
     def sum(self, x: Tensor) -> None:
         """Replace contiguous `x` by its sum over all ranks. A ring adds up each part in one place: equal bits."""
-        self._group.allreduce([x]).wait()
+        try:
+            self._group.allreduce([x]).wait()
+        except RuntimeError as error:
+            raise RankLost(str(error)) from error
 
     def gather(self, x: Tensor) -> Tensor:
         """Contiguous x (...) of every rank -> (ranks, ...), in their order."""
         out = x.new_empty((self._group.size(), *x.shape))
-        self._group.allgather([list(out.unbind(0))], [x]).wait()
+        try:
+            self._group.allgather([list(out.unbind(0))], [x]).wait()
+        except RuntimeError as error:
+            raise RankLost(str(error)) from error
         return out
 
     def abort(self) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,8 +23,8 @@ import torch
 
 from vkit.config import EngineArgs, EngineConfig
 from vkit.distributed import Ranks
-from vkit.distributed.groups import open_group
-from vkit.errors import ExitStatus, VkitError
+from vkit.distributed.groups import RankLost, open_group
+from vkit.errors import ExitStatus, ModelLoadError, VkitError
 from vkit.loading import ResidentModel, open_share
 from vkit.parallel.channel import BEAT_S, SILENCE_S, Channel, call
 from vkit.parallel.launch import LOCALHOST, Launch, Meeting, find_meeting, join_store, torchrun_store
@@ -122,9 +123,8 @@ def _run(channel: Channel, work: Callable[[], None]) -> ExitStatus:
     try:
         work()
     except Exception as error:  # whatever it was, rank 0 must hear of it
-        reason = str(error) if isinstance(error, VkitError) else f"{type(error).__name__}: {error}"
         try:
-            channel.send(Failed(reason))
+            channel.send(_last_words(error))
         except OSError:
             return ExitStatus.FAILURE  # rank 0 went first
         # Rank 0 hangs up when it has read this; leaving earlier could lose it.
@@ -133,13 +133,29 @@ def _run(channel: Channel, work: Callable[[], None]) -> ExitStatus:
     return ExitStatus.OK
 
 
+def _last_words(error: Exception) -> Failed:
+    if isinstance(error, VkitError):
+        return Failed(str(error))
+    if isinstance(error, RankLost):
+        return Failed(f"another rank was lost: {error}", is_echo=True)
+    return Failed(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+
+
 def follow_torchrun(args: EngineArgs, launch: Launch) -> ExitStatus:
-    """The life of a process that torchrun started as another rank than 0; its own paths hold."""
+    """The life of a process that torchrun started as another rank than 0; its own paths hold.
+
+    Raises:
+        ModelLoadError: rank 0 is not there.
+    """
+    try:
+        store = torchrun_store()
+        meeting = find_meeting(store)
+        channel = call(meeting.host, meeting.port, bytes.fromhex(meeting.key), launch.rank)
+    except (OSError, EOFError, RuntimeError) as error:
+        raise ModelLoadError(f"--tensor-parallel-size: rank {launch.rank} cannot reach rank 0: {error}") from None
+    # torchrun signals all ranks, and rank 0 finishes what runs. Until here there was nothing to finish.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # torchrun signals all ranks, and rank 0 finishes what runs
-    store = torchrun_store()
-    meeting = find_meeting(store)
-    channel = call(meeting.host, meeting.port, bytes.fromhex(meeting.key), launch.rank)
+        signal.signal(number, signal.SIG_IGN)
 
     def own_paths(config: EngineConfig) -> EngineConfig:
         return replace(config, model=args.model, mmproj=args.mmproj)

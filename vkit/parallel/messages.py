@@ -51,6 +51,10 @@ class Failed:
     """From a follower, its last words."""
 
     reason: str
+    details: str | None = None
+    """Where it happened, if that was not to be expected."""
+    is_echo: bool = False
+    """Whether it only noticed that another rank was lost, which has more to say."""
 
 
 ToFollower = Start | Step | Sleep | WakeUp | Close

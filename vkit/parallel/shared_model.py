@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from vkit.errors import EngineDeadError
 from vkit.parallel.messages import Sleep, Step, WakeUp
 from vkit.parallel.team import Team
 from vkit.parallel.wire import PlanWriter, SentPlan
+from vkit.sampled import SampledTokens
 from vkit.sequence import Plan
 
 
@@ -48,12 +51,17 @@ class SharedModel:
         self._team = team
         self._writer = PlanWriter()
 
-    def prepare(self, plan: Plan) -> _SharedStep:
-        """Host work of a step, the message to the others included.
+    def watch_with(self, on_failure: Callable[[EngineDeadError], None]) -> None:
+        """Call `on_failure`, from another thread, if a rank is lost."""
+        self._team.watch_with(on_failure)
+
+    def prepare(self, plan: Plan, sampled: SampledTokens | None = None) -> _SharedStep:
+        """Host work of a step, the message to the others included. Tokens are known: nothing is launched ahead here.
 
         Raises:
             EngineDeadError: it failed.
         """
+        assert sampled is None, "each rank would have to sample by itself"
         try:
             return _SharedStep(self._own.prepare(plan), self._writer.write(plan))
         except Exception as error:

@@ -42,6 +42,8 @@ logger = logging.getLogger("vkit.parallel")
 
 BLAME_S = 5.0
 """How long a step that failed here waits for news of a rank that failed first."""
+ECHO_S = 2.0
+"""How long the news that a rank has noticed a loss waits for the end of the rank that was lost."""
 END_S = 10.0
 """How long followers may take to end when told to."""
 _POLL_S = 0.2
@@ -62,6 +64,8 @@ class Team:
         self._heard: dict[int, float] = {}
         self._ready: set[int] = set()
         self._last_words: dict[int, str] = {}
+        self._echo: tuple[int, float] | None = None
+        """The first rank that noticed the loss of another, and when that was heard."""
         self._group: ProcessGroup | None = None
         self._failure: EngineDeadError | None = None
         self._news = threading.Condition()
@@ -123,6 +127,7 @@ class Team:
             self._news.wait_for(lambda: self._failure is not None, BLAME_S)
         if self._failure is not None:
             return self._failure
+        logger.error("rank 0 failed", exc_info=error)
         self._fail(f"rank 0 failed: {type(error).__name__}: {error}")
         assert self._failure is not None, "set just now"
         return self._failure
@@ -224,6 +229,8 @@ class Team:
             for rank, heard in self._heard.items():
                 if now - heard > SILENCE_S:
                     self._fail(f"rank {rank} has been silent for {SILENCE_S:.0f} s")
+            if self._echo is not None and now - self._echo[1] > ECHO_S:
+                self._fail(self._end_of(self._echo[0]))
         if self._failure is not None:
             self._hang_up()
 
@@ -241,7 +248,12 @@ class Team:
                 self._news.notify_all()
         elif isinstance(message, Failed):
             self._last_words[rank] = message.reason
-            self._fail(self._end_of(rank))
+            if message.details is not None:
+                logger.error("rank %d failed:\n%s", rank, message.details)
+            if not message.is_echo:
+                self._fail(self._end_of(rank))
+            elif self._echo is None:
+                self._echo = rank, time.monotonic()
 
     def _end_of(self, rank: int) -> str:
         """What is known of the end of a rank."""
