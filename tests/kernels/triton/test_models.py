@@ -79,10 +79,7 @@ def test_a_gguf_file(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "awq",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gptq_act_order", "fp8_block", "nvfp4_modelopt")),
-    ],
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("awq", "gptq_act_order", "fp8_block", "nvfp4_modelopt")],
 )
 def test_quantised_checkpoints(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Logits of the dequantised weights under plain activations, whatever the checkpoint asks of activations."""
