@@ -278,6 +278,18 @@ class EngineFlags:
             show_default="on for CUDA",
         ),
     ] = None
+    enforce_eager: Annotated[
+        bool, _engine_option("--enforce-eager", help="Run every step op by op; nothing is captured and replayed.")
+    ] = False
+    cudagraph_capture_sizes: Annotated[
+        str | None,
+        _engine_option(
+            "--cudagraph-capture-sizes",
+            metavar="N,N,...",
+            help="Numbers of sequences that decoding steps are captured for on CUDA.",
+            show_default="1, 2, 4, 8, then by 8 and 16 to --max-num-seqs",
+        ),
+    ] = None
     enable_jump_forward: Annotated[
         bool,
         _engine_option(

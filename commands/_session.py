@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vkit.collector import resting_collector
 from vkit.commands import _options, _render
+from vkit.starting import starting
 
 if TYPE_CHECKING:
     from vkit import LLM
@@ -36,7 +36,7 @@ def open_model(
     }
     EngineArgs(**keywords)  # contradictions end here, before torch is imported
 
-    with resting_collector():
+    with starting():
         from vkit import LLM
 
         begin = time.perf_counter()

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vkit.collector import resting_collector
 from vkit.commands import _options, _render
 from vkit.errors import ExitStatus, UsageError, VkitError
+from vkit.starting import starting
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -456,7 +456,7 @@ def _engine_target(path: str, keywords: dict[str, Any], lora: str | None) -> Tar
 
     args = EngineArgs(model=path, **keywords)  # contradictions end here, before torch is imported
 
-    with resting_collector():
+    with starting():
         from vkit import AsyncLLM
         from vkit.benchmark.targets import EngineTarget
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from vkit.collector import resting_collector
 from vkit.commands import _options, _render, _serve_options
 from vkit.env import NIM_SERVED_MODEL_NAME
 from vkit.errors import ExitStatus, MissingExtra, UsageError
+from vkit.starting import starting
 
 
 @_options.expands_flags
@@ -68,7 +68,7 @@ def serve(
 
     check_parsers(api.tool_call_parser, api.reasoning_parser)
     try:
-        with resting_collector():
+        with starting():
             from vkit.server.logs import set_up_logging
             from vkit.server.serving import serve_model, serve_videos
     except ModuleNotFoundError as error:

@@ -45,7 +45,7 @@ from vkit.kernels.dispatch import (
     wrap_step,
 )
 from vkit.kernels.draw_rules import DrawRules
-from vkit.kernels.drawing import draw, draw_with_survivors, largest
+from vkit.kernels.drawing import draw, draw_with_survivors, largest, largest_rows
 from vkit.kernels.editing import mask_tokens, penalise
 from vkit.kernels.experts import ExpertMatrix, Scoring, route_experts, route_scored_experts, run_experts
 from vkit.kernels.norms import add_rms_norm, layer_norm, rms_norm
@@ -90,6 +90,7 @@ __all__ = [
     "kv_by_token",
     "kv_layout",
     "largest",
+    "largest_rows",
     "layer_norm",
     "limited_silu_and_mul",
     "linear",

@@ -336,12 +336,9 @@ def _sampling() -> Iterator[Case]:
     for op, label, make in cases_sampling.cases():
         yield Case(op, label, make, DTYPES[:1])
     for width in (1, 7, 64, 1000):
-        yield Case(
-            "largest",
-            f"{width} tokens",
-            _bind(lambda s, n: (cases_sampling.logits_of(s, 8, n, 2.0),), width),
-            DTYPES[:1],
-        )
+        make = _bind(lambda s, n: (cases_sampling.logits_of(s, 8, n, 2.0),), width)
+        for op in ("largest", "largest_rows"):
+            yield Case(op, f"{width} tokens", make, DTYPES[:1])
 
 
 CASES: tuple[Case, ...] = (

@@ -177,7 +177,8 @@ def _sampling(s: Sizes, device: torch.device, batch: int) -> Iterator[Work]:
 
     label = f"{batch} x {s.vocab} tokens"
     row_bytes = 4 * batch * s.vocab
-    yield Work("largest", label, lambda: rows()[:1], row_bytes)
+    for op in ("largest", "largest_rows"):
+        yield Work(op, label, lambda: rows()[:1], row_bytes)
     for name, min_p, top_k, top_p in (
         ("plain", 0.0, 0, 1.0),
         ("top_k 50, top_p 0.95", 0.0, 50, 0.95),

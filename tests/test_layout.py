@@ -23,12 +23,12 @@ FOLDERS = {"vkit": ROOT / "vkit", "vkit.commands": ROOT / "commands", "vkit.kern
 RANKS: dict[str, int] = {
     # A module imports only what has its own rank or a lower one. See docs/architecture.md.
     "vkit.errors": 0,
-    "vkit.collector": 1,
     "vkit.config": 1,
     "vkit.env": 1,
     "vkit.kv_transfer": 1,
     "vkit.media": 1,
     "vkit.speculative_config": 1,
+    "vkit.starting": 1,
     "vkit.types": 1,
     "vkit.weight_offload": 1,
     "vkit.discovery": 2,
@@ -38,21 +38,29 @@ RANKS: dict[str, int] = {
     "vkit.distributed": 3,
     "vkit.quantization": 3,
     "vkit.batch": 4,
+    "vkit.block_table": 4,
     "vkit.cache": 4,
+    "vkit.decode_inputs": 4,
     "vkit.layers": 4,
     "vkit.loaders": 4,
+    "vkit.plan_arrays": 4,
     "vkit.policies": 4,
+    "vkit.sampled": 4,
     "vkit.sequence": 4,
+    "vkit.staging": 4,
     "vkit.text": 4,
     "vkit.connectors": 5,
+    "vkit.graphs": 5,
     "vkit.logits": 5,
     "vkit.models": 5,
     "vkit.parsers": 5,
     "vkit.randomness": 5,
     "vkit.structured": 5,
+    "vkit.token_logprobs": 5,
     "vkit.video": 5,
     "vkit.adapters": 6,
     "vkit.encoding": 6,
+    "vkit.memory": 6,
     "vkit.metrics": 6,
     "vkit.pooling": 6,
     "vkit.runner": 6,
@@ -86,7 +94,7 @@ RANKS: dict[str, int] = {
 TORCH_FREE = [
     "vkit.errors",
     "vkit.types",
-    "vkit.collector",
+    "vkit.starting",
     "vkit.config",
     "vkit.env",
     "vkit.discovery",
@@ -131,7 +139,6 @@ COMMANDS_MAY_IMPORT = {
     "vkit.benchmark",
     "vkit.cli",
     "vkit.client",
-    "vkit.collector",
     "vkit.command",
     "vkit.commands",
     "vkit.config",
@@ -150,6 +157,7 @@ COMMANDS_MAY_IMPORT = {
     "vkit.models",
     "vkit.server",
     "vkit.speech",
+    "vkit.starting",
     "vkit.text",
     "vkit.types",
     "vkit.video",
@@ -256,7 +264,7 @@ def test_commands_use_the_front_door(module: str) -> None:
 @pytest.mark.parametrize("module", [name for name in TORCH_FREE if name in MODULES])
 def test_host_side_parts_import_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
 
 
 def test_plugins_use_only_public_names() -> None:
@@ -359,4 +367,4 @@ def test_built_distributions_are_complete(tmp_path: Path) -> None:
 
 def test_the_editable_install_leaks_no_folder() -> None:
     code = "import importlib.util as u, sys; sys.exit(any(u.find_spec(n) for n in ('commands', 'kernels', 'plugins')))"
-    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT.parent, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT.parent, timeout=200).returncode == 0

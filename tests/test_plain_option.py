@@ -83,6 +83,6 @@ def test_plain_flags_need_no_pydantic(tmp_path: Path) -> None:
         f"status = main(['complete', *flags, '--device', 'cpu', '--model', {str(tmp_path / 'none')!r}])\n"
         "print(status, [name for name in ('pydantic', 'torch', 'numpy') if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.stdout.split(maxsplit=1)[1] == "[]\n", done.stderr
     assert "--model" in done.stderr

@@ -18,11 +18,10 @@ def start() -> int:
     with_traceback = signal.getsignal(signal.SIGINT)
     if with_traceback is signal.default_int_handler:  # not where a shell has it ignored
         signal.signal(signal.SIGINT, _leave)
-    gc.disable()  # until the modules are there: see vkit.collector, which is not imported before them
-    from vkit.cli import main
+    from vkit.starting import starting
 
-    gc.freeze()
-    gc.enable()
+    with starting():
+        from vkit.cli import main
     try:
         signal.signal(signal.SIGINT, with_traceback)
         return main()

@@ -46,7 +46,7 @@ class LLM:
         Raises:
             UsageError: the model makes embeddings.
         """
-        checked = check_model(EngineArgs(model=str(model), **engine_args))
+        checked = check_model(EngineArgs(model=str(model), **engine_args), compiles_template=False)
         if checked.embedding is not None:
             raise UsageError(
                 f"{checked.checkpoint.name} makes embeddings and generates no text",

@@ -28,13 +28,15 @@ from vkit.config import (
     ModelFacts,
     resolve_dtype,
     resolve_kv_cache_dtype,
+    size_pool,
 )
 from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
-from vkit.device import Device, find_device, return_freed_memory
+from vkit.device import Device, find_device, return_device_memory, return_freed_memory
 from vkit.distributed import ALONE, Ranks
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
+from vkit.graphs import recorder_for
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.kv_transfer import KVTransferConfig
 from vkit.layers import AdapterSwitch, Experts
@@ -46,6 +48,7 @@ from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.media import KINDS, MediaProcessor
 from vkit.media.conversation import with_placeholders
+from vkit.memory import MemoryMeter, MemoryProfile, meter_for, profile_memory
 from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
@@ -57,13 +60,14 @@ from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.pooling import EmbeddingForm, Pooling, embedding_form
 from vkit.runner import PreparedStep, Runner
+from vkit.sampled import SampledTokens
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan, StepSamples
 from vkit.speculation.checkpoints import DraftPlan, has_draft_head, plan_drafts
 from vkit.speculation.drafter import Drafter, ModelProposer
 from vkit.speculation.proposer import Drafts, Proposer
 from vkit.speculation.support import check_plugins, check_processors, make_proposer
-from vkit.structured.compiler import GrammarCompiler, require_backend
+from vkit.structured.late import LateCompiler
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
 from vkit.types import ReasoningMarks
@@ -83,6 +87,35 @@ _TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSizing:
+    """What the size of the cache was decided from before the weights were read, to decide it again by measurement."""
+
+    args: EngineArgs
+    facts: ModelFacts
+    device: DeviceFacts
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the device that were taken when it was first looked at."""
+        return self.device.total_bytes - self.device.available_bytes
+
+    def resized(self, config: EngineConfig, profile: MemoryProfile) -> EngineConfig:
+        """The configuration with the cache that fits beside what was measured.
+
+        Raises:
+            OutOfMemoryPreflight: none does.
+        """
+        pool = size_pool(
+            self.args, profile.measured(self.facts), self.device, config.max_model_len, config.max_num_batched_tokens
+        )
+        for note in pool.notes:
+            logger.warning("%s", note)
+        if pool.num_blocks != config.num_blocks:
+            logger.info("%d blocks of KV cache, as measured; %d were expected", pool.num_blocks, config.num_blocks)
+        return dataclasses.replace(config, num_blocks=pool.num_blocks, max_model_len=pool.max_model_len)
+
+
 class ResidentModel:
     """The model and its runner while they are in memory, and the way back when they are not."""
 
@@ -94,9 +127,10 @@ class ResidentModel:
         worker: WorkerSide | None = None,
         drafting: DraftPlan | None = None,
         ranks: Ranks = ALONE,
+        sizing: PoolSizing | None = None,
     ) -> None:
         """`worker` moves cache entries for a connector. `drafting`: how tokens are drafted, if they are. `ranks`: who
-        shares the model."""
+        shares the model. `sizing`: how the cache is sized anew once it is measured what else takes memory."""
         self._ranks = ranks
         self._checkpoint = checkpoint
         self._config = config
@@ -106,6 +140,9 @@ class ResidentModel:
         self._reader: FileReader | None = None
         self._switch = AdapterSwitch() if config.enable_lora else None
         self._model: CausalLM | None = self._build(progress)
+        meter = meter_for(torch.device(config.device)) if sizing is not None else None
+        if meter is not None and sizing is not None:
+            self._config = sizing.resized(config, self._profile(meter, sizing.used_bytes))
         self._runner: Runner | None = self._new_runner()
 
     def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
@@ -123,18 +160,46 @@ class ResidentModel:
 
     copies_states = Runner.copies_states
 
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with the cache as it came out."""
+        return self._config
+
+    def _profile(self, meter: MemoryMeter, used_before: int) -> MemoryProfile:
+        config = self._config
+        assert self._model is not None, "weights come before the profile"
+        return profile_memory(
+            meter,
+            lambda: self._make_runner(num_blocks=1, worker=None),
+            used_before=used_before,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            samples=not self._model.embeds,
+        )
+
     def _new_runner(self) -> Runner:
+        runner = self._make_runner(self._config.num_blocks, self._worker)
+        runner.capture()
+        return runner
+
+    def _make_runner(self, num_blocks: int, worker: WorkerSide | None) -> Runner:
         assert self._model is not None, "weights come before the cache"
         config = self._config
         specs = self._drafting.specs if self._drafting is not None else ()
+        captures = not config.enforce_eager and not self._model.embeds
         return Runner(
             self._model,
             config,
-            config.num_blocks,
+            num_blocks,
             self._switch,
-            self._worker,
+            worker,
             drafter=self._drafter,
             draft_specs=specs,
+            recorder=recorder_for(torch.device(config.device)) if captures else None,
+            capture_sizes=config.cudagraph_capture_sizes,
+            is_eager=config.enforce_eager,
         )
 
     def draft(self, plan: Plan, samples: StepSamples) -> list[Drafts]:
@@ -142,10 +207,10 @@ class ResidentModel:
         assert self._runner is not None, "a sleeping model runs no steps"
         return self._runner.draft(plan, samples)
 
-    def prepare(self, plan: Plan) -> PreparedStep:
-        """Host work of a step."""
+    def prepare(self, plan: Plan, sampled: SampledTokens | None = None) -> PreparedStep:
+        """Host work of a step. `sampled`: where the tokens are that only the device knows."""
         assert self._runner is not None, "a sleeping model runs no steps"
-        return self._runner.prepare(plan)
+        return self._runner.prepare(plan, sampled)
 
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32 of a prepared step."""
@@ -164,10 +229,11 @@ class ResidentModel:
 
     def sleep(self, level: int) -> None:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
-        self._runner = None
+        self._drop_runner()
         if level == 2 or self._config.device != "cpu":
             self._drafter = None
             self._drop_model()
+        return_device_memory(torch.device(self._config.device))
 
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
@@ -180,11 +246,18 @@ class ResidentModel:
 
     def close(self) -> None:
         """Free everything."""
-        self._runner = self._drafter = None
+        self._drop_runner()
+        self._drafter = None
         self._drop_model()
+        return_device_memory(torch.device(self._config.device))
         self._checkpoint.close()
         if self._drafting is not None:
             self._drafting.close()
+
+    def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
 
     def _drop_model(self) -> None:
         self._model = None
@@ -333,6 +406,8 @@ class CheckedModel:
     media: MediaProcessor | None = None
     drafting: DraftPlan | None = None
     """How tokens are drafted, if they are."""
+    sizing: PoolSizing | None = None
+    """What the size of the cache follows from; None: it stays as it is."""
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -355,13 +430,16 @@ class CheckedModel:
         team = Team(config, find_launch()) if config.tensor_parallel_size > 1 else None
         ranks = team.ranks if team is not None else ALONE
         try:
-            resident = ResidentModel(checkpoint, config, progress, worker, self.drafting, ranks)
+            # Ranks must agree on their cache, and each would measure its own.
+            sizing = self.sizing if team is None else None
+            resident = ResidentModel(checkpoint, config, progress, worker, self.drafting, ranks, sizing)
             if team is not None:
                 team.wait_ready()
         except BaseException:
             if team is not None:
                 team.kill()
             raise
+        config = resident.config
         runner = resident if team is None else SharedModel(resident, team)
         proposer = _proposer(self.drafting, resident) if self.drafting is not None else None
         embedding = self.embedding
@@ -370,7 +448,7 @@ class CheckedModel:
         announced.engine = engine
         if team is not None:
             team.watch_with(engine.fail)
-        grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
+        grammars = LateCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
             vocab_size=vocab_size,
@@ -441,13 +519,17 @@ class _Announced:
             self.engine.wake()
 
 
-def check_model(args: EngineArgs) -> CheckedModel:
+def check_model(args: EngineArgs, *, compiles_template: bool = True) -> CheckedModel:
     """The model that `args` names, checked; no weight byte is read.
+
+    Without `compiles_template` the model's own chat template is compiled when the first conversation comes.
 
     Raises:
         UsageError: a setting that cannot be.
         ModelLoadError: files missing or damaged, an unsupported model, or too little memory.
     """
+    if args.structured_outputs_backend != "auto" or args.enable_jump_forward:
+        from vkit.structured.compiler import require_backend
     if args.structured_outputs_backend != "auto":
         require_backend("--structured-outputs-backend")
     if args.enable_jump_forward:
@@ -468,7 +550,7 @@ def check_model(args: EngineArgs) -> CheckedModel:
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
     )
     processors = _processors(args.logits_processors)
-    template = _chat_template(tokenizer, args.chat_template, args.chat_template_content_format)
+    template = _chat_template(tokenizer, args.chat_template, args.chat_template_content_format, compiles_template)
     parsers = open_parsers(
         args.tool_parser,
         args.reasoning_parser,
@@ -480,7 +562,8 @@ def check_model(args: EngineArgs) -> CheckedModel:
     embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
     media = _media_processor(checkpoint, args, device, tokenizer)
     facts = dataclasses.replace(described.facts, media_kinds=media.kinds if media is not None else ())
-    config = args.resolve(facts, _share_of(_device_facts(device), args, launch))
+    device_facts = _share_of(_device_facts(device), args, launch)
+    config = args.resolve(facts, device_facts)
     if described.drafting is not None:
         if described.drafting.drafts_with_model and args.kv_transfer_config is not None:
             method = described.drafting.settings.method
@@ -506,6 +589,7 @@ def check_model(args: EngineArgs) -> CheckedModel:
         adapters,
         media,
         described.drafting,
+        PoolSizing(args, facts, device_facts),
     )
 
 
@@ -695,6 +779,7 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         enable_prefix_caching=config.enable_prefix_caching,
         prefix_caching_hash_algo=config.prefix_caching_hash_algo,
         async_scheduling=config.async_scheduling,
+        keeps_tokens_on_device=keeps_tokens_on_device(config) and pooling is None,
         enable_jump_forward=config.enable_jump_forward,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
@@ -706,6 +791,15 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         measures_blocks=config.kv_cache_metrics,
         pooling=pooling,
     )
+
+
+def keeps_tokens_on_device(config: EngineConfig) -> bool:
+    """Whether a step is launched before the host knows the tokens of the one before it.
+
+    On a CPU a launch is the step itself: there the next one is planned beside it, and no more.
+    """
+    is_alone = config.tensor_parallel_size == 1 and config.kv_transfer_config is None
+    return config.device == "cuda" and is_alone and config.speculation is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -809,7 +903,9 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
     return HFConfig(checkpoint.config).text("dtype", "torch_dtype", default=default).removeprefix("torch.")
 
 
-def _chat_template(tokenizer: Tokenizer, override: str | None, content_format: str) -> ChatTemplate | None:
+def _chat_template(
+    tokenizer: Tokenizer, override: str | None, content_format: str, compiles_now: bool
+) -> ChatTemplate | None:
     """The template given (a file, or the text itself), else the model's own, else None."""
     if override is not None:
         path = Path(override)
@@ -824,7 +920,7 @@ def _chat_template(tokenizer: Tokenizer, override: str | None, content_format: s
     if not tokenizer.chat_templates:
         return None
     try:
-        return ChatTemplate.for_tokenizer(tokenizer, content_format=content_format)
+        return ChatTemplate.for_tokenizer(tokenizer, content_format=content_format, compiles_late=not compiles_now)
     except InvalidRequest as error:
         logger.warning("the model's chat template cannot be used: %s", error.message)
         return None

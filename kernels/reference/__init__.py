@@ -49,6 +49,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "gelu_and_mul": activation.gelu_and_mul,
     "head_linear": linear.head_linear,
     "largest": draw.largest,
+    "largest_rows": draw.largest_rows,
     "layer_norm": norm.layer_norm,
     "linear": linear.linear,
     "log_decay": recurrent.log_decay,

@@ -132,6 +132,8 @@ def _cut(batch: PagedBatch, block_size: int, window: int | None) -> _Work:
     prefills: list[_PrefillChunk] = []
     for b, seq_len in enumerate(lengths):
         query_len = cu[b + 1] - cu[b]
+        if seq_len == 0:
+            continue  # a padding row: it sees nothing, and its result is zeros
         if query_len == 1:
             decodes.append(b)
             continue

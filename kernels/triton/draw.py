@@ -405,19 +405,30 @@ def draw(logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor) -> tuple[
 
 def largest(logits: Tensor) -> tuple[list[int], list[float]]:
     """As the reference of this name. Waits for the device once."""
-    if not logits.shape[0]:
-        return [], []
+    found = _find_largest(logits).tolist()
+    return [int(token) for token, _ in found], [value for _, value in found]
+
+
+def largest_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference of this name."""
+    found = _find_largest(logits)
+    return found[:, 0].to(torch.int64), found[:, 1].float()
+
+
+def _find_largest(logits: Tensor) -> Tensor:
+    """(R, 2) float64 on the device: where each row's largest value is, and that value."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    maxima, _ = _scan(logits, torch.arange(logits.shape[0], device=logits.device), None)
     out = torch.empty(logits.shape[0], 2, dtype=torch.float64, device=logits.device)
+    if not logits.shape[0]:
+        return out
+    maxima, _ = _scan(logits, torch.arange(logits.shape[0], device=logits.device), None)
     block = power_of_two(maxima.shape[1])
     largest_kernel[(logits.shape[0],)](
         logits, maxima, out, logits.shape[1], maxima.shape[1], logits.stride(0), CHUNK=CHUNK.value, BLOCK=block,
         num_warps=_num_warps(block),
     )  # fmt: skip
-    found = out.tolist()
-    return [int(token) for token, _ in found], [value for _, value in found]
+    return out
 
 
 def _scan(logits: Tensor, rows: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:

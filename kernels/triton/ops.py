@@ -14,6 +14,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "draw": draw.draw,
     "gelu_and_mul": activation.gelu_and_mul,
     "largest": draw.largest,
+    "largest_rows": draw.largest_rows,
     "mask_tokens": edit.mask_tokens,
     "paged_attention": paged.paged_attention,
     "penalise": edit.penalise,

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,8 +81,9 @@ def paged_attention(
     sinks: Tensor | None = None,
     *,
     chunk: int = CHUNK,
+    decode: Decode | None = None,
 ) -> Tensor:
-    """As the reference of this name."""
+    """As the reference of this name; `decode` runs in place of the kernel for sequences with few queries."""
     if _is_narrow(k_cache.dtype):
         return reference.paged_attention(q, k_cache, v_cache, batch, scale, window, soft_cap, sinks)
     out = torch.empty(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype, device=q.device)
@@ -91,17 +92,17 @@ def paged_attention(
     if q.stride(-1) != 1:
         q = q.contiguous()
     group = q.shape[1] // k_cache.shape[2]
-    cut = _Cut.of(batch, window, chunk, max(1, min(MAX_QUERIES, MAX_DECODE_ROWS // group)))
-    shared = _Shared.of(q, k_cache, v_cache, batch, scale, window, soft_cap, sinks)
+    cut = Cut.of(batch, window, chunk, max(1, min(MAX_QUERIES, MAX_DECODE_ROWS // group)))
+    shared = Shared.of(q, k_cache, v_cache, batch, scale, window, soft_cap, sinks)
     if cut.num_splits:
-        _decode(shared, batch, cut, out, chunk)
+        (decode or decode_by_triton)(shared, batch, cut, out, chunk)
     if cut.has_prefills:
         _prefill(shared, batch, cut, out)
     return out
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """How a step's sequences are dealt out. Derived from lengths the host knows; the kernels read the device's."""
 
     num_splits: int
@@ -113,11 +114,11 @@ class _Cut:
     has_prefills: bool
 
     @staticmethod
-    def of(batch: PagedBatch, window: int | None, chunk: int, limit: int) -> _Cut:
+    def of(batch: PagedBatch, window: int | None, chunk: int, limit: int) -> Cut:
         """The cut of a step, remembered for its other layers."""
         key = ("triton.cut", window, chunk, limit)
         known = batch.memo.get(key)
-        if isinstance(known, _Cut):
+        if isinstance(known, Cut):
             return known
         limit = 1 << (limit.bit_length() - 1)
         cu = batch.host_cu_seqlens
@@ -125,7 +126,7 @@ class _Cut:
         few = [(n, length) for n, length in zip(counts, batch.host_seq_lens, strict=True) if n <= limit]
         num_splits = max((_num_parts(n, length, window, chunk) for n, length in few), default=0)
         max_queries = power_of_two(max((n for n, _ in few), default=1))
-        cut = _Cut(num_splits, max_queries, limit, len(few) < len(counts))
+        cut = Cut(num_splits, max_queries, limit, len(few) < len(counts))
         batch.memo[key] = cut
         return cut
 
@@ -136,7 +137,7 @@ def _num_parts(num_queries: int, length: int, window: int | None, chunk: int) ->
 
 
 @dataclass(frozen=True)
-class _Shared:
+class Shared:
     """What both kernels take alike."""
 
     q: Tensor
@@ -158,7 +159,7 @@ class _Shared:
         window: int | None,
         soft_cap: float | None,
         sinks: Tensor | None,
-    ) -> _Shared:
+    ) -> Shared:
         """The arguments of one call, in the kernels' order."""
         width, value_width = q.shape[-1], v_cache.shape[-1]
         constants = {
@@ -172,7 +173,7 @@ class _Shared:
             "HAS_CAP": soft_cap is not None,
             "HAS_SINKS": sinks is not None,
         }
-        return _Shared(
+        return Shared(
             q,
             k_cache,
             v_cache,
@@ -184,7 +185,15 @@ class _Shared:
         )
 
 
-def _decode(shared: _Shared, batch: PagedBatch, cut: _Cut, out: Tensor, chunk: int) -> None:
+class Decode(Protocol):
+    """Attention of sequences with few queries."""
+
+    def __call__(self, shared: Shared, batch: PagedBatch, cut: Cut, out: Tensor, chunk: int, /) -> None:
+        """Write the results of every sequence of up to cut.limit queries to `out` (T, H, Dv)."""
+
+
+def decode_by_triton(shared: Shared, batch: PagedBatch, cut: Cut, out: Tensor, chunk: int) -> None:
+    """The `Decode` of this module."""
     num_sequences, (num_heads, value_width) = len(batch.host_seq_lens), out.shape[1:]
     constants = shared.constants
     num_kv_heads = num_heads // constants["G"]
@@ -210,7 +219,7 @@ def _decode(shared: _Shared, batch: PagedBatch, cut: _Cut, out: Tensor, chunk: i
         )  # fmt: skip
 
 
-def _prefill(shared: _Shared, batch: PagedBatch, cut: _Cut, out: Tensor) -> None:
+def _prefill(shared: Shared, batch: PagedBatch, cut: Cut, out: Tensor) -> None:
     constants = shared.constants
     num_sequences = len(batch.host_seq_lens)
     tiles = prefill_tiles(constants["G"], max(constants["BLOCK_D"], constants["BLOCK_DV"]), _major(out.device))

@@ -53,7 +53,7 @@ class Serving:
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self.server.__aexit__(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(120)
         self._loop.close()
 
 

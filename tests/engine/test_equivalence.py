@@ -32,6 +32,14 @@ GROUPS = {
 }
 
 
+OVERLAPS = (
+    {"async_scheduling": False},
+    {"async_scheduling": True},
+    {"async_scheduling": True, "keeps_tokens_on_device": True},
+)
+"""Nothing beside a step; the next one is planned beside it; the next one is launched before its tokens are known."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One request of a scenario."""
@@ -82,7 +90,7 @@ def machines(draw: Any) -> dict[str, Any]:
         "block_size": draw(st.sampled_from([1, 2, 3, 4, 8])),
         "spare_blocks": draw(st.sampled_from([0, 0, 1, 3, 10, 60])),
         "enable_prefix_caching": draw(st.booleans()),
-        "async_scheduling": draw(st.booleans()),
+        **draw(st.sampled_from(OVERLAPS)),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority", "lpm"])),
         "limits": {
             "max_num_seqs": max_num_seqs,
@@ -143,6 +151,8 @@ def guesser(drafting: Drafting, expected: dict[str, list[int]]) -> Proposer:
 def check_scenario(work: list[Job], machine: dict[str, Any], drafting: Drafting | None = None) -> int:
     """Run the jobs and compare each with the naive loop; the pool is checked after every step. Drafts that stood."""
     machine = dict(machine)
+    if drafting:
+        machine.pop("keeps_tokens_on_device", None)  # drafts follow from tokens that the host must know
     groups = GROUPS[machine.pop("groups")]
     spare = machine.pop("spare_blocks")
     block_size = machine["block_size"]
@@ -241,18 +251,18 @@ def test_tokens_equal_a_naive_loop_for_long(work: list[Job], machine: dict[str, 
     check_scenario(work, machine)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=["none", "planned", "launched"])
 @pytest.mark.parametrize("groups", sorted(GROUPS))
 @pytest.mark.parametrize("num_blocks_each", [9, 60])
-def test_small_pools_preempt_and_large_ones_hit(groups: str, async_scheduling: bool, num_blocks_each: int) -> None:
+def test_small_pools_preempt_and_large_ones_hit(groups: str, overlap: dict[str, bool], num_blocks_each: int) -> None:
     """The machinery above is exercised, not avoided: a tiny pool preempts, a second turn hits."""
     engine = make_engine(
         groups=GROUPS[groups],
         num_blocks=1 + num_blocks_each * len(GROUPS[groups]),
         block_size=2,
         vocab_size=VOCAB,
-        async_scheduling=async_scheduling,
         limits={"full_sequence_must_fit": False},
+        **overlap,
     )
     params = SamplingParams(temperature=0.0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)
     requests = [make_request(engine, [3, 4, 5, 6, 7 + i], params, name=f"{i}") for i in range(4)]

@@ -288,11 +288,12 @@ class _HeaderReader:
         self.check_count(length, MIN_STRING_BYTES, f"elements of {what}")
         data, start = self.data, self.position
         available, position, read_length = len(data), start, _U64.unpack_from
-        for _ in range(length):  # the hot loop of opening a file: some hundred thousand turns
-            if position + MIN_STRING_BYTES > available:
-                self.position = position
-                self.need(MIN_STRING_BYTES, what)
-            position += MIN_STRING_BYTES + read_length(data, position)[0]
+        try:
+            for _ in range(length):  # the hot loop of opening a file: some hundred thousand turns
+                position += MIN_STRING_BYTES + read_length(data, position)[0]
+        except (struct.error, OverflowError):  # less than a length is left
+            self.position = position
+            self.need(MIN_STRING_BYTES, what)
         if position > available:
             self.need(position - self.position, what)
         self.position = position

@@ -120,7 +120,7 @@ def own_store() -> tuple[Store, int]:
 
 def join_store(port: int) -> Store:
     """The store of rank 0 on this host."""
-    return dist.TCPStore(LOCALHOST, port, is_master=False, timeout=_TIMEOUT)  # type: ignore[attr-defined,no-any-return]
+    return dist.TCPStore(LOCALHOST, port, is_master=False, timeout=_TIMEOUT)  # type: ignore[attr-defined]
 
 
 def reachable_host(launch: Launch | None) -> str:

@@ -22,11 +22,11 @@ from pathlib import Path
 import uvicorn
 from litestar.types import ASGIApp
 
-from vkit.collector import resting_collector
 from vkit.errors import ExitStatus, UsageError, VkitError
 from vkit.server.app import all_routes, create_app
 from vkit.server.engine_protocol import Engine
 from vkit.server.state import Phase, ServerState
+from vkit.starting import starting
 
 logger = logging.getLogger("vkit.server")
 
@@ -241,7 +241,7 @@ class Service:
         print(f"listening on {self.url}", file=sys.stderr, flush=True)
         begin = time.monotonic()
         try:
-            with resting_collector():  # requests, which come later, are spared long runs of it too
+            with starting():  # requests, which come later, are spared long runs of it too
                 engine = await self.load()
         except VkitError as exc:
             self._fail(str(exc), exc.exit_status)
