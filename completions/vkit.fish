@@ -86,6 +86,8 @@ complete -c vkit -n '__fish_seen_subcommand_from bench' -l moe-expert-cache -x -
 complete -c vkit -n '__fish_seen_subcommand_from bench' -l kv-transfer-config -x -d 'Keep cache entries beyond this engine.'
 complete -c vkit -n '__fish_seen_subcommand_from bench' -l hf-overrides -x -d 'Keys of config.json to replace.'
 complete -c vkit -n '__fish_seen_subcommand_from bench' -l max-num-seqs -x -d 'Most sequences that run at a time.'
+complete -c vkit -n '__fish_seen_subcommand_from bench' -l enable-lora -d 'Run with a low-rank adapter.'
+complete -c vkit -n '__fish_seen_subcommand_from bench' -l lora-modules -x -d 'The adapter, a folder in PEFT'\''s layout.'
 complete -c vkit -n '__fish_seen_subcommand_from bench' -l config -r -F -d 'YAML file with values for flags that neither the command line nor the environment sets.'
 complete -c vkit -n '__fish_seen_subcommand_from bench' -s h -l help -d 'Show this message and exit.'
 complete -c vkit -n '__fish_seen_subcommand_from chat' -l system -x -d 'The system message to begin with.'

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from vkit.kernels.block_formats import BLOCK_FORMATS, PLANE_FORMATS, PLANE_SUFFIX, PLANES
-from vkit.kernels.planes import to_planes
+from vkit.kernels.cases_scaled import FORMS
+from vkit.kernels.experts import ExpertMatrix
+from vkit.kernels.planes import as_rows, to_planes
 
 if TYPE_CHECKING:
     from vkit.kernels.cases import Source
@@ -62,6 +64,49 @@ def packed_cases(case: Callable[[str, str, Callable[[Source], tuple[Any, ...]]],
     yield case("quantized_linear", "strided tokens and rows, two leading dimensions", _strided)
 
 
+def expert_cases(case: Callable[[str, str, Callable[[Source], tuple[Any, ...]]], Any]) -> Iterator[Any]:
+    """Mixtures of packed experts, as `cases.Case`: tokens, choices, experts; width, hidden; parts of gate and up."""
+    for name, shape, sizes, parts in (
+        ("Q8_0", (1, 2, 4), (64, 32), 1),
+        ("Q4_1", (5, 3, 4), (96, 64), 2),
+        ("Q4_K", (3, 1, 2), (256, 256), 1),
+        ("GPTQ 4", (5, 3, 4), (128, 64), 2),
+        ("FP8 blocks", (20, 1, 1), (72, 136), 1),
+        ("NVFP4", (3, 2, 4), (64, 32), 2),
+    ):
+        label = f"{name}, {shape} of {sizes}, {parts} parts"
+        yield case("run_experts", label, _experts(name, shape, sizes, parts))
+
+
+def _experts(
+    name: str, shape: tuple[int, int, int], sizes: tuple[int, int], parts: int
+) -> Callable[[Source], tuple[Any, ...]]:
+    (tokens, top_k, experts), (width, hidden) = shape, sizes
+
+    def make(s: Source) -> tuple[Any, ...]:
+        ids = torch.stack([torch.randperm(experts, generator=s.generator)[:top_k] for _ in range(tokens)])
+        weights = torch.rand(tokens, top_k, generator=s.generator).to(s.device)
+        gate_up = [
+            expert_matrix(name, experts, 2 * hidden // parts, width, s.device, s.generator) for _ in range(parts)
+        ]
+        down = expert_matrix(name, experts, width, hidden, s.device, s.generator)
+        return s.normal(tokens, width), weights, ids.to(s.device), gate_up, down, "silu"
+
+    return make
+
+
+def expert_matrix(
+    name: str, experts: int, rows: int, columns: int, device: torch.device, generator: torch.Generator
+) -> ExpertMatrix:
+    """Experts stored in the format of this name, whose products are scaled each by a number of its own."""
+    if name in FORMS:
+        matrices = [as_rows(FORMS[name](rows, columns, generator).to(device)) for _ in range(experts)]
+        return ExpertMatrix(tuple(matrices))
+    scales = torch.rand(experts, generator=generator).to(device) * 0.1
+    data = [to_planes(packed_rows(name, rows, columns, generator), name).to(device) for _ in range(experts)]
+    return ExpertMatrix(tuple(data), name + PLANE_SUFFIX, scales)
+
+
 def _product(qtype: str, lead: tuple[int, ...], rows: int, columns: int) -> Callable[[Source], tuple[Any, ...]]:
     def make(s: Source) -> tuple[Any, ...]:
         data = to_planes(packed_rows(qtype, rows, columns, s.generator), qtype).to(s.device)
@@ -97,6 +142,7 @@ def packed_works(work: type[Work], s: Sizes, device: torch.device) -> Iterator[W
             else:
                 yield work("quantized_linear", label, make, num_flop=2 * tokens * rows * columns)
     yield _timed_rows(work, s.num_tokens, rows, columns, device)
+    yield _timed_experts(work, s, columns, device)
 
 
 def _timed(qtype: str, tokens: int, rows: int, columns: int, device: torch.device) -> Callable[[], tuple[Any, ...]]:
@@ -105,6 +151,23 @@ def _timed(qtype: str, tokens: int, rows: int, columns: int, device: torch.devic
         return torch.randn(tokens, columns, device=device).bfloat16(), data, qtype + PLANE_SUFFIX, None
 
     return make
+
+
+def _timed_experts(work: type[Work], s: Sizes, columns: int, device: torch.device) -> Work:
+    """One token of a mixture: the bytes of the experts it chose."""
+    experts, top_k, width = 8, 2, -(-s.intermediate // 128) * 32
+
+    def make() -> tuple[Any, ...]:
+        generator = torch.Generator()
+        gate_up = expert_matrix("Q4_0", experts, 2 * width, columns, device, generator)
+        down = expert_matrix("Q4_0", experts, columns, width, device, generator)
+        x, weights = torch.randn(1, columns, device=device).bfloat16(), torch.rand(1, top_k, device=device)
+        ids = torch.tensor([[1, 6]], device=device)
+        return x, weights, ids, [gate_up], down, "silu"
+
+    num_bytes = top_k * 3 * width * columns // 32 * PLANE_FORMATS["Q4_0" + PLANE_SUFFIX].num_bytes
+    label = f"Q4_0, 1 token, {top_k} of {experts} experts of {columns} x {width}"
+    return work("run_experts", label, make, num_bytes + 4 * columns)
 
 
 def _timed_rows(work: type[Work], tokens: int, rows: int, columns: int, device: torch.device) -> Work:

@@ -12,10 +12,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vkit.kernels.scaled import ScaledMatrix
 
 logger = logging.getLogger("vkit.kernels")
 
@@ -74,6 +77,8 @@ class Backend:
     """Replaces `default_kv_layout`, same arguments."""
     pack: Callable[[Tensor, str], tuple[Tensor, str]] | None = None
     """Packed rows (..., row_bytes) and their type, laid out as its kernels want them, under the type's own name."""
+    pack_scaled: Callable[[ScaledMatrix], ScaledMatrix] | None = None
+    """Codes with scales, laid out as its kernels want them."""
     configure: Callable[[int, bool], None] | None = None
     """Takes the number of threads, and whether activations must stay in floating point."""
     report: Callable[[], Mapping[str, str | int | float]] | None = None
@@ -202,6 +207,14 @@ def pack(data: Tensor, qtype: str) -> tuple[Tensor, str]:
         if backend.pack is not None:
             return backend.pack(data, qtype)
     return data, qtype
+
+
+def pack_scaled(matrix: ScaledMatrix) -> ScaledMatrix:
+    """Codes with scales in the layout that the device's kernels want; as they are if they want none."""
+    for backend in usable_backends(matrix.device.type):
+        if backend.pack_scaled is not None:
+            return backend.pack_scaled(matrix)
+    return matrix
 
 
 def default_kv_layout(

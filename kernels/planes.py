@@ -1,11 +1,20 @@
-"""Packed rows in the order a card reads best: codes apart from scales, every row at a multiple of sixteen bytes."""
+"""Packed rows in the order a card reads best: codes apart from scales, every row at a multiple of sixteen bytes.
+
+Codes with scales already lie apart; here they are brought into rows, whichever way the checkpoint packed them.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vkit.kernels.block_formats import BLOCK_FORMATS, PLANE_FORMATS, PLANE_SUFFIX, PLANES
+from vkit.kernels.scaled import ScaledMatrix, words_of_awq
+
+_ROWS_AT_ONCE = 1024
+"""Rows whose codes are taken apart at a time: each takes eight bytes meanwhile."""
 
 
 def to_planes(data: Tensor, qtype: str) -> Tensor:
@@ -26,3 +35,18 @@ def from_planes(data: Tensor, qtype: str) -> Tensor:
     planes = torch.split(data[..., : sum(sizes)], sizes, dim=-1)
     parts = {at: plane.unflatten(-1, (num_blocks, -1)) for (at, _), plane in zip(PLANES[qtype], planes, strict=True)}
     return torch.cat([parts[at] for at in sorted(parts)], dim=-1).flatten(-2)
+
+
+def as_rows(matrix: ScaledMatrix) -> ScaledMatrix:
+    """The same weight with codes, scales and zeros in rows, each without a gap; AWQ's words run along the columns."""
+    codes, layout = matrix.codes, matrix.layout
+    if layout == "awq":
+        parts = [words_of_awq(part) for part in codes.split(_ROWS_AT_ONCE // 8, dim=1)]
+        codes, layout = torch.cat(parts), "words"
+    return replace(
+        matrix,
+        layout=layout,
+        codes=codes.contiguous(),
+        scales=matrix.scales.contiguous(),
+        zeros=None if matrix.zeros is None else matrix.zeros.contiguous(),
+    )

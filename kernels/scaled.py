@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vkit.kernels.dispatch import ops
+from vkit.kernels.dispatch import ops, pack_scaled
 
 CodeLayout = Literal["words", "awq", "bytes", "e2m1", "nf4", "fp4"]
 PAIRS = ("e2m1", "nf4", "fp4")
@@ -133,10 +133,14 @@ class ScaledMatrix:
         """The same weight on `device`."""
         return self._mapped(lambda tensor: tensor.to(device))
 
+    def arranged(self) -> ScaledMatrix:
+        """The same weight in the layout that the kernels of its device want."""
+        return pack_scaled(self)
+
     def rows(self, index: Tensor) -> ScaledMatrix:
         """The rows that `index` (R,) int64 selects, in its order, as a copy."""
         is_awq = self.layout == "awq"
-        codes = _words_of_awq(self.codes) if is_awq else self.codes
+        codes = words_of_awq(self.codes) if is_awq else self.codes
         block_rows = index // self.block[0]
         zeros = self.zeros
         return replace(
@@ -192,7 +196,7 @@ def _picked(values: Tensor, index: Tensor) -> Tensor:
     return values.index_select(0, index)
 
 
-def _words_of_awq(codes: Tensor) -> Tensor:
+def words_of_awq(codes: Tensor) -> Tensor:
     """AWQ codes (columns, rows / 8) as "words" of 4 bits (rows, columns / 8)."""
     shifts = torch.tensor(AWQ_SHIFTS, dtype=torch.int32, device=codes.device)
     values = ((codes.unsqueeze(-1) >> shifts) & 15).flatten(1).T

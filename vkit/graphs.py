@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -66,9 +66,16 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on using the device, as the one that reads tokens back does: only this one's calls count.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        with torch.cuda.stream(self._stream):
+            # Other threads go on using the device, as the one that reads tokens back does: only this one's calls count.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with suppress(RuntimeError):  # ending what has failed fails too; what failed first is what to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         replay: Run = graph.replay
         return replay
 
@@ -201,7 +208,11 @@ class DecodeGraphs:
         self.refusal = "closed"
 
     def _try_out(self, shape: DecodeShape) -> None:
-        """Run once, watching for what a replay could not do, and set the logits' memory apart."""
+        """Run, then once more watching for what a replay could not do, and set the logits' memory apart.
+
+        Not watched the first time, when kernels are loaded and what is kept for good is made and sent.
+        """
+        self._step(self._batch_of(shape))
         with self._recorder.watch():
             logits = self._step(self._batch_of(shape))
         self._logits = torch.empty(self.sizes[-1], logits.shape[1], dtype=logits.dtype, device=logits.device)

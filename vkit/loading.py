@@ -29,7 +29,6 @@ from vkit.config import (
     ModelFacts,
     resolve_dtype,
     resolve_kv_cache_dtype,
-    size_pool,
 )
 from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
@@ -49,7 +48,7 @@ from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.media import KINDS, MediaProcessor
 from vkit.media.conversation import with_placeholders
-from vkit.memory import MemoryMeter, MemoryProfile, meter_for, profile_memory
+from vkit.memory import MemoryMeter, MemoryProfile, PoolSizing, meter_for, profile_memory
 from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
@@ -86,35 +85,6 @@ DEFAULT_CONTEXT = 2048
 
 _TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSizing:
-    """What the size of the cache was decided from before the weights were read, to decide it again by measurement."""
-
-    args: EngineArgs
-    facts: ModelFacts
-    device: DeviceFacts
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the device that were taken when it was first looked at."""
-        return self.device.total_bytes - self.device.available_bytes
-
-    def resized(self, config: EngineConfig, profile: MemoryProfile) -> EngineConfig:
-        """The configuration with the cache that fits beside what was measured.
-
-        Raises:
-            OutOfMemoryPreflight: none does.
-        """
-        pool = size_pool(
-            self.args, profile.measured(self.facts), self.device, config.max_model_len, config.max_num_batched_tokens
-        )
-        for note in pool.notes:
-            logger.warning("%s", note)
-        if pool.num_blocks != config.num_blocks:
-            logger.info("%d blocks of KV cache, as measured; %d were expected", pool.num_blocks, config.num_blocks)
-        return dataclasses.replace(config, num_blocks=pool.num_blocks, max_model_len=pool.max_model_len)
 
 
 class ResidentModel:

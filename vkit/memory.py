@@ -10,14 +10,14 @@ import gc
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vkit import kernels
-from vkit.config import ModelFacts
+from vkit.config import DeviceFacts, EngineArgs, EngineConfig, ModelFacts, size_pool
 from vkit.graphs import DecodeGraphs
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus
 from vkit.types import SamplingParams
@@ -114,6 +114,35 @@ class MemoryProfile:
             per_token=int(facts.activation_bytes_per_token * ratio),
             per_seq=int(facts.activation_bytes_per_seq * ratio),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizing:
+    """What the size of the cache was decided from before the weights were read, to decide it again by measurement."""
+
+    args: EngineArgs
+    facts: ModelFacts
+    device: DeviceFacts
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the device that were taken when it was first looked at."""
+        return self.device.total_bytes - self.device.available_bytes
+
+    def resized(self, config: EngineConfig, profile: MemoryProfile) -> EngineConfig:
+        """The configuration with the cache that fits beside what was measured.
+
+        Raises:
+            OutOfMemoryPreflight: none does.
+        """
+        pool = size_pool(
+            self.args, profile.measured(self.facts), self.device, config.max_model_len, config.max_num_batched_tokens
+        )
+        for note in pool.notes:
+            logger.warning("%s", note)
+        if pool.num_blocks != config.num_blocks:
+            logger.info("%d blocks of KV cache, as measured; %d were expected", pool.num_blocks, config.num_blocks)
+        return replace(config, num_blocks=pool.num_blocks, max_model_len=pool.max_model_len)
 
 
 class TrialRunner(Protocol):

@@ -17,7 +17,7 @@ from vkit.cache.store import TensorStore
 from vkit.decode_inputs import DecodeShape
 from vkit.encoding import MediaEncoder, MediaStep
 from vkit.graphs import DecodeGraphs, Recorder, default_sizes
-from vkit.layers import AdapterSwitch, AdapterWeights
+from vkit.layers import ActiveAdapters, AdapterSwitch, AdapterWeights
 from vkit.models.base import CausalLM
 from vkit.sampled import SampledTokens
 from vkit.sequence import Plan, StateCopy, StepSamples
@@ -64,14 +64,22 @@ class CapturedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenAdapters:
+    """Which adapters a step runs with."""
+
+    by_token: ActiveAdapters = ()
+    by_logits_row: ActiveAdapters = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedStep:
     """One step's tensors, the states to copy before it runs, and the media to encode."""
 
     batch: Batch | CapturedBatch
     state_copies: list[StateCopy]
     media: MediaStep
-    adapters: list[tuple[Tensor | None, AdapterWeights]]
-    """Rows of the batch's tokens, None for all of them, and the adapter they run with."""
+    adapters: ChosenAdapters
+    """Which tokens and logits belong to which adapter."""
     connector_meta: Any = None
 
 
@@ -147,8 +155,8 @@ class Runner:
 
         `sampled`: what the step before sampled, where the plan names tokens that the host does not know yet.
         """
-        adapters = _adapter_rows(plan, self._device) if self._adapters is not None else []
-        batch = self._prepare_batch(plan, sampled, is_plain=not adapters)
+        adapters = _chosen_adapters(plan, self._device) if self._adapters is not None else ChosenAdapters()
+        batch = self._prepare_batch(plan, sampled, is_plain=not adapters.by_token)
         return PreparedStep(batch, plan.state_copies, MediaEncoder.prepare(plan), adapters, plan.connector_meta)
 
     def _prepare_batch(self, plan: Plan, sampled: SampledTokens | None, *, is_plain: bool) -> Batch | CapturedBatch:
@@ -235,20 +243,20 @@ class Runner:
         if self.drafter is not None:
             batch.taps = dict.fromkeys(self.drafter.tapped_layers)
             self._observed = batch, torch.empty(0), []
-        if step.adapters:
+        if step.adapters.by_token:
             return self._run_adapted(batch, step.adapters)
         if batch.media is not None or batch.axis_positions is not None or batch.state_targets is not None:
             return self._run(batch)  # recorded steps know tokens alone, and one state per sequence
         return self._step(batch)
 
-    def _run_adapted(self, batch: Batch, adapters: list[tuple[Tensor | None, AdapterWeights]]) -> Tensor:
-        """A pass in which linear layers add what adapters say; unrecorded, since which rows they are changes."""
+    def _run_adapted(self, batch: Batch, adapters: ChosenAdapters) -> Tensor:
+        """A pass in which layers add what adapters say; unrecorded, since which rows they are changes."""
         assert self._adapters is not None
-        self._adapters.active = adapters
+        self._adapters.active, self._adapters.active_logits = adapters.by_token, adapters.by_logits_row
         try:
             return self._run(batch)
         finally:
-            self._adapters.active = ()
+            self._adapters.active = self._adapters.active_logits = ()
 
     def forward(self, plan: Plan) -> Tensor:
         """`execute` of `prepare`."""
@@ -270,21 +278,27 @@ class Runner:
         return self.model.compute_logits(kernels.embedding(batch.logits_rows, hidden))
 
 
-def _adapter_rows(plan: Plan, device: torch.device) -> list[tuple[Tensor | None, AdapterWeights]]:
-    """The tokens of each adapter that the plan's sequences run with; empty when none does."""
-    rows: dict[str, list[range]] = {}
+def _chosen_adapters(plan: Plan, device: torch.device) -> ChosenAdapters:
+    """The tokens and logits rows of each adapter that the plan's sequences run with; empty when none does."""
+    tokens: dict[str, list[range]] = {}
+    logits: dict[str, list[range]] = {}
     weights: dict[str, AdapterWeights] = {}
-    position = 0
+    token = row = 0
     for item in plan.scheduled:
         adapter = item.sequence.adapter
         if adapter is not None:
             assert isinstance(adapter, AdapterWithWeights)
-            rows.setdefault(adapter.key, []).append(range(position, position + item.num_tokens))
             weights[adapter.key] = adapter.weights
-        position += item.num_tokens
-    found: list[tuple[Tensor | None, AdapterWeights]] = []
-    for key, ranges in rows.items():
-        is_all = sum(map(len, ranges)) == position
-        index = None if is_all else torch.tensor([row for part in ranges for row in part], device=device)
-        found.append((index, weights[key]))
-    return found
+            tokens.setdefault(adapter.key, []).append(range(token, token + item.num_tokens))
+            logits.setdefault(adapter.key, []).append(range(row, row + item.num_logits))
+        token, row = token + item.num_tokens, row + item.num_logits
+
+    def with_rows(places: dict[str, list[range]], num_rows: int) -> list[tuple[Tensor | None, AdapterWeights]]:
+        found: list[tuple[Tensor | None, AdapterWeights]] = []
+        for key, ranges in places.items():
+            index = [place for part in ranges for place in part]
+            if index:
+                found.append((None if len(index) == num_rows else torch.tensor(index, device=device), weights[key]))
+        return found
+
+    return ChosenAdapters(with_rows(tokens, token), with_rows(logits, row))

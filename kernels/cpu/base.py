@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import wraps
 from itertools import pairwise
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vkit.kernels.cpu.dtypes import DTYPE_IDS
+from vkit.kernels.cpu.facts import reads_facts
 from vkit.kernels.cpu.library import Library, make_op
 from vkit.kernels.cpu.scaled import ScaledWeights
 from vkit.kernels.cpu.tape import Eager, Node, Region, Tape, current
 from vkit.kernels.cpu.weights import KIND_FLOATS, WeightCache
 
 Pointers = Sequence[int | None]
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def reads_facts(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that only asks tensors for shape, strides and place: a recording need not look at each question.
-
-    There are twenty for every operation, and being looked at makes them ten times as slow.
-    """
-
-    @wraps(function)
-    def unseen(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return unseen
 
 
 @reads_facts
@@ -95,6 +79,7 @@ class OpsBase:
         """Where ops go at the moment."""
         return current.get() or self._eager
 
+    @reads_facts
     def _prepared(self, x: Tensor, stride: int, kind: int, bytes_per_row: int) -> tuple[Tensor, list[Node]]:
         """x in the form a product reads, and the op that brings it there unless an earlier one did."""
         tape = self.tape

@@ -304,7 +304,7 @@ Chunk* add_chunk(size_t size) {
 
 void* store(size_t bytes) {
     bytes = bytes ? (bytes + 63) / 64 * 64 : 64;
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) || defined(VK_SEPARATE_WEIGHTS)
     return aligned_alloc(64, bytes);  // so that reading past one weight into the next is seen
 #endif
     Chunk* c = chunks;
@@ -318,7 +318,7 @@ void* store(size_t bytes) {
 }
 
 void unstore(uint8_t* p) {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) || defined(VK_SEPARATE_WEIGHTS)
     return free(p);
 #endif
     for (Chunk** at = &chunks; *at; at = &(*at)->next) {

@@ -22,6 +22,7 @@
 #include "attention.h"
 #include "sampling.h"
 #include "experts.h"
+#include "delta.h"
 #include "recurrent.h"
 
 namespace {
@@ -44,7 +45,8 @@ int32_t is_parallel(const VkOp* op, int64_t rows) {
 size_t scratch(const VkOp* op, const VkStep* step) {
     switch (op->opcode) {
         case VK_OP_DRAW: return draw_scratch(op);
-        case VK_OP_DELTA: case VK_OP_SCAN: return state_scratch(op);
+        case VK_OP_DELTA: return delta_scratch(op);
+        case VK_OP_SCAN: return state_scratch(op);
         case VK_OP_ROUTE: return (size_t)op->n[0] * 8;
         default: break;
     }

@@ -30,6 +30,7 @@ from vkit.kernels.cpu.base import (
 from vkit.kernels.cpu.cache import Cache
 from vkit.kernels.cpu.dtypes import CACHE_IDS, DTYPE_IDS
 from vkit.kernels.cpu.experts import ExpertOps
+from vkit.kernels.cpu.facts import reads_facts
 from vkit.kernels.cpu.library import NO_STEP, ROWS_SEQS, Op, make_op
 from vkit.kernels.cpu.recurrent import RecurrentOps
 from vkit.kernels.cpu.tape import Node, Recording, current
@@ -76,6 +77,7 @@ class Operations(RecurrentOps, ExpertOps):
             return self._fallback("scaled_linear", x, weight, bias)
         return self._packed_linear(x, stride, packed, bias)
 
+    @reads_facts
     def _packed_linear(self, x: Tensor, stride: int, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         tape, columns = self.tape, x.shape[-1]
         out = tape.empty((*x.shape[:-1], weight.num_rows), x.dtype)

@@ -1,9 +1,8 @@
-// Layers that keep one state per sequence: causal convolution, gated delta rule, Mamba-2.
+// Layers that keep one state per sequence: causal convolution, Mamba-2, and what the gated delta rule (delta.h) shares.
 //
 // A sequence's tokens are taken one after the other, its heads and columns of its state side by side: a strip of the state
-// stays in the first-level cache while all tokens of the step pass. Per token and value of the state that is one load, one
-// store and three multiply-adds, as many as the form by chunks needs, so nothing would be won by it; and results do not
-// depend on how a prompt is cut into steps, nor on the other sequences.
+// stays in the first-level cache while all tokens of the step pass. Results do not depend on how a prompt is cut into
+// steps, nor on the other sequences.
 #pragma once
 
 #include "rows.h"
@@ -151,56 +150,6 @@ VK_INLINE void unit(float* out, const void* x, int32_t dtype, int64_t d, float f
     }
     const VF scale = vf_set1(factor / sqrtf(vf_sum(squares) + 1e-6f));
     for (int64_t i = 0; i < d; i += 16) store_upto(out, VK_F32, i, d, vf_mul(load_upto(x, dtype, i, d), scale));
-}
-
-struct Delta {
-    const VkOp* op;
-    int64_t d, width, key_head, head;
-    int32_t dtype;
-};
-
-// Token t's keys, its fading, and the keys faded: what reads the state before it fades.
-VK_INLINE void delta_keys(const Delta& x, const Strip& s, int64_t t) {
-    unit(s.k, row_at(x.op->p[1], t * x.op->n[6] + x.key_head * x.d, x.dtype), x.dtype, x.d, 1.0f);
-    const float* decay = (const float*)x.op->p[3] + t * x.op->n[8];
-    const VF one = vf_exp(vf_set1(decay[x.op->n[13] ? 0 : x.head]));
-    for (int64_t i = 0; i < x.d; i += 16) {
-        const VF fade = x.op->n[13] ? vf_exp(load_upto(decay + x.head * x.d, VK_F32, i, x.d)) : one;
-        store_upto(s.fade, VK_F32, i, x.d, fade);
-        store_upto(s.next, VK_F32, i, x.d, vf_mul(fade, load_upto(s.k, VK_F32, i, x.d)));
-    }
-}
-
-void delta_strip(const Delta& x, const Strip& s, const SequenceRun& run, int64_t column) {
-    const VkOp* op = x.op;
-    const int32_t dtype = x.dtype, state_dtype = (int32_t)op->n[11];
-    void* state = row_at(op->p[5], run.block * op->n[12] + x.head * x.d * x.width, state_dtype);
-    load_strip(s, state, state_dtype, x.width, column, run.is_fresh);
-    for (int64_t t = run.begin; t < run.end; ++t) {
-        delta_keys(x, s, t);
-        unit(s.q, row_at(op->p[0], t * op->n[5] + x.key_head * x.d, dtype), dtype, x.d, 1.0f / sqrtf((float)x.d));
-        const Columns known = read_state(s, s.next);
-        const VF beta = vf_set1(1.0f / (1.0f + expf(-load_one(op->p[4], (int32_t)op->n[15], t * op->n[9] + x.head))));
-        const Columns v = load_columns(row_at(op->p[2], t * op->n[7] + x.head * x.width, dtype), dtype, column, x.width);
-        const Columns u = {vf_mul(beta, vf_sub(v.a, known.a)), vf_mul(beta, vf_sub(v.b, known.b))};
-        void* out = row_at(op->p[6], t * op->n[10] + x.head * x.width, dtype);
-        store_columns(out, dtype, column, x.width, advance(s, u));
-    }
-    store_strip(s, state, state_dtype, x.width, column);
-}
-
-// p: q, k, v, decay float32, write, state, out, cu_seqlens, blocks, is_fresh. n: Hk, D, H, Dv, dtype, strides of q, k, v,
-// decay, write and out, state dtype, values from one state to the next, one decay per channel, tiled heads, write dtype.
-// Source: Yang et al. 2024, Gated Delta Networks, eq. 10.
-void op_delta(const VkOp* op, const VkStep* step, VkCtx* ctx) {
-    const int64_t heads = op->n[2], width = op->n[3], parts = (width + STRIP - 1) / STRIP;
-    const Strip s = Strip::at(ctx->scratch, op->n[1]);
-    vk_for_each(ctx, vk_rows(op, step) * heads * parts, [&](int64_t item) {
-        const int64_t head = item / parts % heads;
-        const int64_t key_head = op->n[14] ? head % op->n[0] : head / (heads / op->n[0]);
-        const Delta x = {op, op->n[1], width, key_head, head, (int32_t)op->n[4]};
-        delta_strip(x, s, run_of(op->p + 7, item / parts / heads), item % parts * STRIP);
-    });
 }
 
 // p: x, step, b, c, constants float32 (3, H: rate, skip, step bias), state, out, cu_seqlens, blocks, is_fresh. n: G, N, H, P,

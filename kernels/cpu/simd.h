@@ -75,10 +75,14 @@ VK_INLINE VI vi_mul(VI a, VI b) { return _mm512_mullo_epi32(a, b); }
 VK_INLINE VF vf_select_lt(VF a, VF b, VF x, VF y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
+// sum + x in the lanes where x reaches the cut
+VK_INLINE VF vf_add_ge(VF sum, VF x, VF cut) {
+    return _mm512_mask_add_ps(sum, _mm512_cmp_ps_mask(x, cut, _CMP_GE_OQ), sum, x);
+}
+VK_INLINE bool vf_any_ge(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ) != 0; }
 // Lanes with low <= x < high and their ids, side by side; how many. May write 16 of each: the rest means nothing.
 VK_INLINE int vf_pick(float* to, int32_t* to_ids, VF x, VI ids, VF low, VF high) {
     const __mmask16 m = _mm512_cmp_ps_mask(x, low, _CMP_GE_OQ) & _mm512_cmp_ps_mask(x, high, _CMP_LT_OQ);
-    if (!m) return 0;
     _mm512_storeu_ps(to, _mm512_maskz_compress_ps(m, x));
     _mm512_storeu_si512(to_ids, _mm512_maskz_compress_epi32(m, ids));
     return __builtin_popcount(m);
@@ -207,6 +211,13 @@ VK_INLINE VI vi_mul(VI x, VI y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_m
 VK_INLINE VF vf_select_lt(VF a, VF b, VF x, VF y) {
     return {_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(a.a, b.a, _CMP_LT_OQ)),
             _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(a.b, b.b, _CMP_LT_OQ))};
+}
+VK_INLINE VF vf_add_ge(VF sum, VF x, VF cut) {
+    return {_mm256_add_ps(sum.a, _mm256_and_ps(_mm256_cmp_ps(x.a, cut.a, _CMP_GE_OQ), x.a)),
+            _mm256_add_ps(sum.b, _mm256_and_ps(_mm256_cmp_ps(x.b, cut.b, _CMP_GE_OQ), x.b))};
+}
+VK_INLINE bool vf_any_ge(VF a, VF b) {
+    return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a.a, b.a, _CMP_GE_OQ), _mm256_cmp_ps(a.b, b.b, _CMP_GE_OQ))) != 0;
 }
 VK_INLINE int vf_pick(float* to, int32_t* to_ids, VF x, VI ids, VF low, VF high) {
     const __m256 a = _mm256_and_ps(_mm256_cmp_ps(x.a, low.a, _CMP_GE_OQ), _mm256_cmp_ps(x.a, high.a, _CMP_LT_OQ));
@@ -378,6 +389,12 @@ VK_INLINE int32_t vi_sum(VI a) { int32_t s = 0; VK_LANES s += a.v[i]; return s; 
 VK_INLINE VI vi_sub(VI a, VI b) { VK_LANES a.v[i] = (int32_t)((uint32_t)a.v[i] - (uint32_t)b.v[i]); return a; }
 VK_INLINE VI vi_mul(VI a, VI b) { VK_LANES a.v[i] = (int32_t)((uint32_t)a.v[i] * (uint32_t)b.v[i]); return a; }
 VK_INLINE VF vf_select_lt(VF a, VF b, VF x, VF y) { VK_LANES y.v[i] = a.v[i] < b.v[i] ? x.v[i] : y.v[i]; return y; }
+VK_INLINE VF vf_add_ge(VF sum, VF x, VF cut) { VK_LANES sum.v[i] += x.v[i] >= cut.v[i] ? x.v[i] : 0.0f; return sum; }
+VK_INLINE bool vf_any_ge(VF a, VF b) {
+    bool any = false;
+    VK_LANES any = any || a.v[i] >= b.v[i];
+    return any;
+}
 VK_INLINE int vf_pick(float* to, int32_t* to_ids, VF x, VI ids, VF low, VF high) {
     int count = 0;
     VK_LANES if (x.v[i] >= low.v[i] && x.v[i] < high.v[i]) {

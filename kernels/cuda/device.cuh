@@ -119,6 +119,13 @@ VK_DEVICE float exp2_fast(float x) {
 // Byte i of the result is byte (selector's hexadecimal digit i, 0..7) of b:a.
 VK_DEVICE uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 
+// (x & mask) | other in one instruction: of two constants the compiler makes two.
+VK_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t other) {
+    uint32_t out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(x), "r"(mask), "r"(other));
+    return out;
+}
+
 // Pairs of bfloat16, added.
 VK_DEVICE uint32_t add_bf16x2(uint32_t a, uint32_t b) {
     uint32_t sum;
@@ -165,6 +172,9 @@ VK_DEVICE uint32_t transpose_tile(uint32_t x) {
 }
 
 // ---- launch --------------------------------------------------------------------------------------------------------
+
+// The library has a runtime of its own, which must be told the device that torch has chosen.
+inline void use_device(int device) { cudaSetDevice(device); }
 
 // Starts `kernel` and returns CUDA's error code.
 template <typename A>

@@ -2,7 +2,7 @@
 //
 // Lane t of four owns eight elements of every group of 32, in two runs of four: from 4 t and 16 + 4 t on, or from 8 t
 // and 8 t + 4 where IS_WIDE. codes() gives a run as four bytes; a weight is scale · (code − ZERO) − least, where code
-// is below 128, or signed if IS_SIGNED. Codes are small integers, so bfloat16 holds them exactly.
+// is below 128, or signed if IS_SIGNED, and in the bits of MASK. Codes are small integers: bfloat16 holds them exactly.
 //
 // A row is blocks, or planes: first the first part of every block, then the second of every block, and so on, in the
 // order of Layout. Either way a part of a block is found by a start and a step.
@@ -66,6 +66,9 @@ struct Reader {
 VK_DEVICE uint32_t low_nibbles(uint32_t x) { return x & 0x0f0f0f0fu; }
 VK_DEVICE uint32_t high_nibbles(uint32_t x) { return x >> 4 & 0x0f0f0f0fu; }
 
+// x shifted to the left, or to the right where `by` is negative.
+VK_DEVICE uint32_t shifted(uint32_t x, int by) { return by < 0 ? x >> -by : x << by; }
+
 // Bits 0..3 of x in bit 4 of bytes 0..3.
 VK_DEVICE uint32_t fifth_bits(uint32_t x) { return (x & 15) * 0x00204081u << 4 & 0x10101010u; }
 
@@ -76,7 +79,7 @@ VK_DEVICE uint2 look_up(uint32_t x, uint32_t t0, uint32_t t1, uint32_t t2, uint3
     uint32_t found[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {  // nibbles 0..3 of 16 bits: low and high of a byte, low and high of the next
-        const uint32_t nibbles = x >> (16 * half), upper = 0x3210u | (nibbles & 0x8888u) >> 1;
+        const uint32_t nibbles = x >> (16 * half), upper = and_or(nibbles >> 1, 0x4444u, 0x3210u);
         const uint32_t entry = nibbles & 0x7777u;
         found[half] = byte_perm(byte_perm(t0, t1, entry), byte_perm(t2, t3, entry), upper);
     }
@@ -89,6 +92,7 @@ struct Block32 {
     static constexpr int GROUPS = 1, UNIT = 4;
     static constexpr bool IS_WIDE = false, IS_SIGNED = false, HAS_LEAST = false, HAS_SCALE_PER_RUN = false;
     static constexpr int PLANES_ALIGNMENT = 4;
+    static constexpr uint32_t MASK = 0xff;
     uint32_t runs[2] = {0, 0};
     float d = 0.0f;
     VK_DEVICE uint32_t codes(int, int run) const { return runs[run]; }
@@ -97,16 +101,18 @@ struct Block32 {
 };
 
 struct Q4_0 : Block32 {
+    static constexpr uint32_t MASK = 0x0f;
     static constexpr int BYTES = 18, ZERO = 8, BLOCKS_ALIGNMENT = 2;
     using Layout = Parts<2, 16, 0, 2>;
     template <class R>
     VK_DEVICE void load(const R& row, int64_t block, int t) {
         const uint32_t x = row.template word<0>(block, 4 * t);
-        runs[0] = low_nibbles(x), runs[1] = high_nibbles(x), d = row.template half<1>(block);
+        runs[0] = x, runs[1] = x >> 4, d = row.template half<1>(block);
     }
 };
 
 struct Q4_1 : Block32 {
+    static constexpr uint32_t MASK = 0x0f;
     static constexpr int UNIT = 2, BYTES = 20, ZERO = 0, BLOCKS_ALIGNMENT = 4;
     static constexpr bool HAS_LEAST = true;
     using Layout = Parts<4, 16, 0, 4>;
@@ -114,7 +120,7 @@ struct Q4_1 : Block32 {
     template <class R>
     VK_DEVICE void load(const R& row, int64_t block, int t) {
         const uint32_t x = row.template word<0>(block, 4 * t);
-        runs[0] = low_nibbles(x), runs[1] = high_nibbles(x);
+        runs[0] = x, runs[1] = x >> 4;
         d = row.template half<1>(block), m = row.template half<1>(block, 2);
     }
     VK_DEVICE float least(int) const { return -m; }
@@ -191,6 +197,7 @@ struct MXFP4 : Block32 {
 struct Block256 {
     static constexpr int GROUPS = 8, UNIT = 1;
     static constexpr bool IS_WIDE = false, IS_SIGNED = false, HAS_LEAST = false, HAS_SCALE_PER_RUN = false;
+    static constexpr uint32_t MASK = 0xff;
     VK_DEVICE float least(int) const { return 0.0f; }
 };
 
@@ -209,6 +216,7 @@ struct ScaledGroups : Block256 {
 };
 
 struct Q4_K : ScaledGroups {
+    static constexpr uint32_t MASK = 0x0f;
     static constexpr int BYTES = 144, BLOCKS_ALIGNMENT = 8;
     using Layout = Parts<16, 128, 4, 12, 0, 4>;
     uint2 pairs[4] = {};  // of groups 2 c and 2 c + 1
@@ -221,7 +229,7 @@ struct Q4_K : ScaledGroups {
     }
     VK_DEVICE uint32_t codes(int group, int run) const {
         const uint32_t both = run ? pairs[group / 2].y : pairs[group / 2].x;
-        return group % 2 ? high_nibbles(both) : low_nibbles(both);
+        return group % 2 ? both >> 4 : both;
     }
 };
 
@@ -239,8 +247,8 @@ struct Q5_K : ScaledGroups {
     }
     VK_DEVICE uint32_t codes(int group, int run) const {
         const uint32_t both = run ? pairs[group / 2].y : pairs[group / 2].x;
-        const uint32_t fifth = (run ? fifths.y : fifths.x) >> group & 0x01010101u;
-        return (group % 2 ? high_nibbles(both) : low_nibbles(both)) | fifth << 4;
+        const uint32_t fifth = shifted(run ? fifths.y : fifths.x, 4 - group) & 0x10101010u;
+        return and_or(group % 2 ? both >> 4 : both, 0x0f0f0f0fu, fifth);
     }
 };
 
@@ -269,8 +277,8 @@ struct Q6_K : Block256 {
     VK_DEVICE uint32_t codes(int group, int run) const {
         const int half = group / 4, quarter = group % 4;
         const uint32_t both = low[half][quarter % 2][run];
-        return (quarter / 2 ? high_nibbles(both) : low_nibbles(both)) |
-               (high[half][run] >> (2 * quarter) & 0x03030303u) << 4;
+        const uint32_t upper = shifted(high[half][run], 4 - 2 * quarter) & 0x30303030u;
+        return and_or(quarter / 2 ? both >> 4 : both, 0x0f0f0f0fu, upper);
     }
     VK_DEVICE float scale(int group, int run) const {
         const int i = 2 * group + run;

@@ -63,7 +63,7 @@ class Decode(ctypes.Structure):
 
 Arguments = Norm | Packed | Decode
 CALLS: dict[str, type[Arguments]] = {"rms_norm": Norm, "packed": Packed, "decode": Decode}
-"""Each a function vk_NAME(arguments, stream)."""
+"""Each a function vk_NAME(arguments, device, stream)."""
 
 
 class Library:
@@ -87,7 +87,7 @@ class Library:
         call = getattr(self._c, f"vk_{name}")
         with _current(device):
             stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-            code = call(ctypes.byref(arguments), ctypes.c_void_p(stream))
+            code = call(ctypes.byref(arguments), ctypes.c_int32(device.index or 0), ctypes.c_void_p(stream))
         if code:
             raise RuntimeError(f"{name}: CUDA error {code}")
 

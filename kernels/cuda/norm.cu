@@ -136,7 +136,8 @@ int launch_norm(const VkNorm& a, void* stream) {
     return launch(rms_norm_twice<T>, grid, threads_for(a.width), stream, a);
 }
 
-VK_EXPORT int vk_rms_norm(const VkNorm* a, void* stream) {
+VK_EXPORT int vk_rms_norm(const VkNorm* a, int32_t device, void* stream) {
+    use_device(device);
     if (a->type == VK_BF16) return launch_norm<bf16>(*a, stream);
     if (a->type == VK_F16) return launch_norm<f16>(*a, stream);
     return launch_norm<float>(*a, stream);

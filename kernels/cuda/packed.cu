@@ -69,24 +69,30 @@ struct Run<float> {
     }
 };
 
-// Four codes as pairs (0, 2) and (1, 3) of bfloat16 integers, without their zero. A code below 128 in the mantissa of
-// 128 makes 128 + code; the sign bit of a signed one makes that 128 a 256.
-template <class F>
+// Four codes as pairs (0, 2) and (1, 3) of bfloat16 integers. A code below 128 in the mantissa of 128 makes 128 + code;
+// the sign bit of a signed one makes that 128 a 256. What is too much is taken away, here or, IS_FOLDED, from the sum.
+template <class F, bool IS_FOLDED>
 VK_DEVICE void codes_of(uint32_t codes, uint32_t& even, uint32_t& odd) {
+    constexpr uint32_t mask = F::MASK * 0x00010001u;
     const uint32_t shifted = codes >> 8;
-    if (F::IS_SIGNED) {
-        even = add_bf16x2((codes & 0x007f007fu) | 0x43004300u, (codes & 0x00800080u) | 0xc300c300u);
-        odd = add_bf16x2((shifted & 0x007f007fu) | 0x43004300u, (shifted & 0x00800080u) | 0xc300c300u);
+    if (IS_FOLDED) {
+        even = and_or(codes, mask, 0x43004300u), odd = and_or(shifted, mask, 0x43004300u);
+    } else if (F::IS_SIGNED) {
+        even = add_bf16x2(and_or(codes, 0x007f007fu, 0x43004300u), and_or(codes, 0x00800080u, 0xc300c300u));
+        odd = add_bf16x2(and_or(shifted, 0x007f007fu, 0x43004300u), and_or(shifted, 0x00800080u, 0xc300c300u));
     } else {
         constexpr uint32_t minus = (0xc300u + F::ZERO) * 0x00010001u;
-        even = add_bf16x2((codes & 0x00ff00ffu) | 0x43004300u, minus);
-        odd = add_bf16x2((shifted & 0x00ff00ffu) | 0x43004300u, minus);
+        even = add_bf16x2(and_or(codes, mask, 0x43004300u), minus);
+        odd = add_bf16x2(and_or(shifted, mask, 0x43004300u), minus);
     }
 }
 
 // sum += the product of one block of two rows of W with x, which points at the block's first column of a lane's token.
 template <class F, typename T>
 VK_DEVICE void add_block(float (&sum)[4], const F (&held)[2], const T* x, bool is_token, int t) {
+    // The sum of x is known for formats with a least value. 128 times it costs float a digit or two of its sums, which
+    // results of 16 bits do not have.
+    constexpr bool IS_FOLDED = F::HAS_LEAST && Run<T>::PARTS < 3;
     constexpr uint32_t ONES[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
 #pragma unroll
     for (int group = 0; group < F::GROUPS; group++) {
@@ -96,8 +102,8 @@ VK_DEVICE void add_block(float (&sum)[4], const F (&held)[2], const T* x, bool i
             Run<T> columns = {};
             if (is_token) columns.load(x + 32 * group + (F::IS_WIDE ? 8 * t + 4 * run : 16 * run + 4 * t));
             uint32_t tile[4];
-            codes_of<F>(held[0].codes(group, run), tile[0], tile[2]);
-            codes_of<F>(held[1].codes(group, run), tile[1], tile[3]);
+            codes_of<F, IS_FOLDED>(held[0].codes(group, run), tile[0], tile[2]);
+            codes_of<F, IS_FOLDED>(held[1].codes(group, run), tile[1], tile[3]);
 #pragma unroll
             for (int part = Run<T>::PARTS - 1; part >= 0; part--) {
                 multiply_tile(bf16{}, products, tile, columns.words[part][0], columns.words[part][1]);
@@ -106,8 +112,9 @@ VK_DEVICE void add_block(float (&sum)[4], const F (&held)[2], const T* x, bool i
             if (run == 0 && !F::HAS_SCALE_PER_RUN) continue;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                sum[i] += held[i / 2].scale(group, run) * products[i];
+                if (IS_FOLDED) products[i] -= 128.0f * ones[i];
                 if (F::HAS_LEAST) sum[i] -= held[i / 2].least(group) * ones[i];
+                sum[i] += held[i / 2].scale(group, run) * products[i];
                 products[i] = 0.0f;
             }
         }
@@ -164,7 +171,8 @@ int launch_format(const VkPacked& a, void* stream) {
     return a.is_planes ? launch_product<F, true>(a, stream) : launch_product<F, false>(a, stream);
 }
 
-VK_EXPORT int vk_packed(const VkPacked* a, void* stream) {
+VK_EXPORT int vk_packed(const VkPacked* a, int32_t device, void* stream) {
+    use_device(device);
     switch (a->format) {
         case VK_Q4_0: return launch_format<Q4_0>(*a, stream);
         case VK_Q4_1: return launch_format<Q4_1>(*a, stream);

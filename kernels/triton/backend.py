@@ -10,7 +10,7 @@ import torch
 
 from vkit.kernels.block_formats import PLANE_SUFFIX, PLANES
 from vkit.kernels.dispatch import Backend, Op, register_backend
-from vkit.kernels.planes import to_planes
+from vkit.kernels.planes import as_rows, to_planes
 
 NAME = "triton"
 LEAST_CAPABILITY = (8, 0)
@@ -72,4 +72,4 @@ def _compiler() -> str | None:
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
 
 
-register_backend(Backend(NAME, "cuda", find, unavailable=unavailable(), pack=pack))
+register_backend(Backend(NAME, "cuda", find, unavailable=unavailable(), pack=pack, pack_scaled=as_rows))

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from vkit.kernels.block_formats import PLANE_FORMATS, PLANE_SUFFIX
+from vkit.kernels.triton.common import product, rounded
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,16 @@ FORMS = {
     )
 }
 assert FORMS.keys() == PLANE_FORMATS.keys()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def weighted(a: tl.tensor, w: tl.tensor, SPLIT: tl.constexpr) -> tl.tensor:
+    """a wᵀ for float32 w rounded to a's type; SPLIT: what the rounding took away is multiplied too."""
+    high = rounded(w, a.dtype)
+    total = product(a, tl.trans(high))
+    if SPLIT:
+        total += product(a, tl.trans(rounded(w - high.to(tl.float32), a.dtype)))
+    return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -398,7 +398,7 @@ def draw(logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor) -> tuple[
     draw_kernel[(num_rows,)](
         logits, rows, maxima, sums, torch.empty_like(maxima, dtype=torch.int32), rules.temperatures, rules.min_p,
         rules.top_k, rules.top_p, keys, ids, largest, width, num_chunks, logits.stride(0),
-        CHUNK=CHUNK.value, BLOCK=block, TILE=TILE, num_warps=_num_warps(block),
+        CHUNK=CHUNK.value, BLOCK=block, TILE=TILE, num_warps=_num_warps(block), num_stages=2,
     )  # fmt: skip
     return ids, largest
 

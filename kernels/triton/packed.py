@@ -1,7 +1,7 @@
 """Products with packed blocks laid out in planes. One token: every row of the weight is a sum in float32; more: tiles.
 
 Values are decoded in registers, so the bytes of the weight are all that is read of it. A tile is rounded to the type of
-the activations before it is multiplied; sums are float32.
+the activations before it is multiplied, a low one in two parts that together lose nothing; sums are float32.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from torch import Tensor
 from vkit.kernels.block_formats import PLANE_SUFFIX, format_of
 from vkit.kernels.reference import quantized_embedding as reference_embedding
 from vkit.kernels.reference import quantized_linear as reference
-from vkit.kernels.triton.blocks import FORMS, packed_values
-from vkit.kernels.triton.common import Ahead, power_of_two, product, rounded
+from vkit.kernels.triton.blocks import FORMS, packed_values, weighted
+from vkit.kernels.triton.common import Ahead, power_of_two, rounded
 from vkit.kernels.triton.fallback import leave_to_torch
 
 LINE_OUT, LINE_STEP = 8, 512
 """Rows and columns of a step of the sum of one token. Not measured."""
 TILE_OUT, TILE_STEP = 64, 64
 """Rows and columns of a step of a tile. Not measured."""
+TILE_STAGES = 3
+"""Steps of a tile whose loads are under way at a time. Not measured."""
 ROWS_STEP = 1024
 """Columns of a piece of a row that is looked up. Not measured."""
 
@@ -82,6 +84,7 @@ def tile_kernel(
     GROUP: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
     STEP: tl.constexpr,
@@ -100,9 +103,8 @@ def tile_kernel(
         w = codes * scale[:, :, None]
         if HAS_SHIFT:
             w += shift[:, :, None]
-        w = rounded(tl.reshape(w, [OUT, STEP]), x.dtype.element_ty)
         a = tl.load(x_at + start, mask=is_token & (start + column < num_columns)[None, :], other=0.0)
-        total += product(a, tl.trans(w))
+        total += weighted(a, tl.reshape(w, [OUT, STEP]), SPLIT)
     if HAS_BIAS:
         total += tl.load(bias + output, mask=output < num_rows, other=0.0).to(tl.float32)[None, :]
     to = out + token[:, None] * num_rows + output[None, :]
@@ -160,8 +162,8 @@ def quantized_linear(x: Tensor, data: Tensor, qtype: str, bias: Tensor | None) -
         rows = tile_rows(num_tokens)
         tile_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_rows, TILE_OUT))](
             flat, data, bias, out, num_tokens, num_rows, columns, flat.stride(0), data.stride(0),
-            **settings, ROWS=rows, OUT=TILE_OUT, STEP=TILE_STEP, EVEN=columns % TILE_STEP == 0,
-            num_warps=4, num_stages=2,
+            **settings, SPLIT=is_split(rows, x), ROWS=rows, OUT=TILE_OUT, STEP=TILE_STEP, EVEN=columns % TILE_STEP == 0,
+            num_warps=tile_warps(rows), num_stages=TILE_STAGES,
         )  # fmt: skip
     return out.view(*x.shape[:-1], num_rows)
 
@@ -187,6 +189,16 @@ def tile_rows(num_tokens: int) -> int:
     return min(128, max(16, power_of_two(num_tokens)))
 
 
+def tile_warps(rows: int) -> int:
+    """Warps of a tile of so many tokens: split ones of more than sixteen would not fit the registers of four."""
+    return 8 if 16 < rows < 128 else 4
+
+
+def is_split(rows: int, x: Tensor) -> bool:
+    """Whether what rounding takes from a value is multiplied too: where bytes bound the product, it costs little."""
+    return rows < 128 and x.dtype is not torch.float32
+
+
 def _ahead(kernel: Any, name: str, qtype: str, **constants: object) -> Ahead:
     form, names = FORMS[qtype + PLANE_SUFFIX], kernel.arg_names
     types = {"x": "*bf16", "data": "*u8", "out": "*bf16", "ids": "*i64", "num_tokens": "i32"}
@@ -202,14 +214,15 @@ def _ahead(kernel: Any, name: str, qtype: str, **constants: object) -> Ahead:
 
 def _tile_ahead(rows: int, qtype: str) -> Ahead:
     big = {"sm_80": ("mma.sync",), "sm_90": ("wgmma.mma_async",), "sm_100": ("tcgen05.mma",)}
-    ahead = _ahead(tile_kernel, f"packed_tile_{rows}", qtype, ROWS=rows, OUT=TILE_OUT, STEP=TILE_STEP)
-    return replace(ahead, expects=big if rows == 128 else {"all": ("mma.sync",)})
+    ahead = _ahead(tile_kernel, f"packed_tile_{rows}", qtype, SPLIT=rows < 128, ROWS=rows, OUT=TILE_OUT, STEP=TILE_STEP)
+    expects = big if rows >= 64 else {"all": ("mma.sync",)}
+    return replace(ahead, num_warps=tile_warps(rows), num_stages=TILE_STAGES, expects=expects)
 
 
 _COMPILED = ("Q4_0", "Q8_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 AHEAD: tuple[Ahead, ...] = (
     *(_ahead(line_kernel, "packed_line", qtype, OUT=LINE_OUT, STEP=LINE_STEP) for qtype in _COMPILED),
     *(_tile_ahead(128, qtype) for qtype in _COMPILED),
-    _tile_ahead(16, "Q4_K"),
+    *(_tile_ahead(16, "Q4_K"), _tile_ahead(32, "Q4_K"), _tile_ahead(64, "Q8_0")),
     _ahead(rows_kernel, "packed_rows", "Q6_K", STEP=ROWS_STEP),
 )

@@ -245,7 +245,9 @@ class FakeAsyncLLM:
         self.is_shut_down = False
         self.made.append(self)
 
-    async def generate(self, prompt: Any, params: SamplingParams, *, request_id: str) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: Any, params: SamplingParams, *, request_id: str, lora: str | None
+    ) -> AsyncIterator[RequestOutput]:
         self.params.append(params)
         left = params.max_tokens or 0
         while left:

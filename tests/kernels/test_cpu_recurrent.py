@@ -38,7 +38,12 @@ class ByName:
         return OPS[name]
 
 
-def check(native: Operations, op: Op, state: Tensor, tolerance: float) -> None:
+CUTS = (1, 40, 29)
+CHUNK = 16
+"""Tokens that the native delta rule takes together: a prompt cut at a multiple of them gives the same bits."""
+
+
+def check(native: Operations, op: Op, state: Tensor, tolerance: float, cuts: tuple[int, ...] = CUTS) -> None:
     states = state.clone(), state.clone()
     batch, all_tokens = batch_of(COUNTS, BLOCKS, FRESH), slice(0, sum(COUNTS))
     got = op(native, states[0], batch, all_tokens)
@@ -50,7 +55,7 @@ def check(native: Operations, op: Op, state: Tensor, tolerance: float) -> None:
     # The third sequence alone, in three steps: the same bits.
     alone, start, first = state.clone(), 6, True
     pieces = []
-    for count in (1, 40, 29):
+    for count in cuts:
         step = batch_of([count], [2], [first and FRESH[2]])
         pieces.append(op(native, alone, step, slice(start, start + count)))
         start, first = start + count, False
@@ -89,7 +94,34 @@ def test_delta_rule(
         result: Tensor = ops.gated_delta_net(*parts, state, batch, is_tiled)
         return result
 
-    check(native, op, torch.randn(6, 4, key_dim, value_dim), 1e-5)
+    state = torch.randn(6, 4, key_dim, value_dim)
+    check(native, op, state, 1e-5, (CHUNK, 2 * CHUNK, 70 - 3 * CHUNK))
+    # Cut elsewhere: other chunks, the same values. One token after the other is the recurrence itself.
+    whole = native.gated_delta_net(q, k, v, decay, write, state.clone(), batch_of(COUNTS, BLOCKS, FRESH), is_tiled)
+    for cuts in (CUTS, (1,) * 70):
+        start, pieces, alone = 6, [], state.clone()
+        for count in cuts:
+            pieces.append(op(native, alone, batch_of([count], [2], [False]), slice(start, start + count)))
+            start += count
+        torch.testing.assert_close(torch.cat(pieces), whole[6:76], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("speed", [1e-6, 1.0, 30.0, 3000.0])
+def test_delta_rule_at_any_decay(per_channel: bool, speed: float, level: str, native: Operations) -> None:
+    """Nothing overflows when a chunk forgets more than a float's range; keys that are all alike are the hard system."""
+    q, v = torch.randn(64, 2, 32), torch.randn(64, 2, 40)
+    k = torch.randn(1, 2, 32) + 1e-3 * torch.randn(64, 2, 32)
+    decay = -speed * torch.rand(64, 2, *([32] if per_channel else []))
+    write = 3 + torch.randn(64, 2)
+    states = torch.randn(1, 2, 32, 40), torch.zeros(1, 2, 32, 40)
+    states[1].copy_(states[0])
+    got, expected = (
+        ops.gated_delta_net(q, k, v, decay, write, state, batch_of([64], [0], [False]), False)
+        for ops, state in zip((native, ByName()), states, strict=True)
+    )
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(*states, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("state_size", "head_dim"), [(16, 32), (128, 20)])

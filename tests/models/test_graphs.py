@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from tests.recorder import CallRecorder
 from vkit import kernels
 from vkit.decode_inputs import DecodeShape, NotCapturable
-from vkit.graphs import DecodeGraphs, default_sizes, length_bounds
+from vkit.graphs import CudaRecorder, DecodeGraphs, default_sizes, length_bounds, recorder_for
 from vkit.runner import CapturedBatch, Runner
 from vkit.sequence import Plan, ScheduledSequence, Sequence
 from vkit.types import SamplingParams
@@ -254,6 +255,19 @@ def test_host_reads_are_found_without_a_card(step: Callable[[Any], torch.Tensor]
     assert graphs.shape_for(Plan(1, items(0))) is None
 
 
+def test_what_is_sent_once_and_kept_is_no_hindrance() -> None:
+    kept: list[torch.Tensor] = []
+
+    def step(batch: Any) -> torch.Tensor:
+        if not kept:
+            kept.append(torch.tensor([[3.0, 4.0]]))
+        return kept[0] + 1
+
+    graphs = make_graphs(step)
+    assert graphs.capture(DecodeShape(1, 2048))
+    assert graphs.run(DecodeShape(1, 2048), 1).tolist() == [[4.0, 5.0]]
+
+
 def test_rows_on_the_host_are_refused_whatever_is_asked_of_them() -> None:
     from vkit.decode_inputs import NoHostRows
 
@@ -265,3 +279,64 @@ def test_rows_on_the_host_are_refused_whatever_is_asked_of_them() -> None:
 
 def test_a_captured_batch_says_how_many_rows_count() -> None:
     assert CapturedBatch(DecodeShape(4, 2048), 3).num_rows == 3
+
+
+class InventedCuda:
+    """The calls that a capture makes, in order; `fails` in the middle of one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.end_fails = False
+        calls = self.calls
+
+        class Stream:
+            def __init__(self, *_: Any) -> None:
+                self.name = "side"
+
+            def wait_stream(self, other: Any) -> None:
+                calls.append("wait")
+
+        class Graph:
+            def capture_begin(graph, pool: Any, capture_error_mode: str) -> None:
+                assert (pool, capture_error_mode) == ("pool", "thread_local")
+                calls.append("begin")
+
+            def capture_end(graph) -> None:
+                calls.append("end")
+                if self.end_fails:
+                    raise RuntimeError("capture was invalidated")
+
+            def replay(graph) -> None:
+                calls.append("replay")
+
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "Stream", Stream)
+        monkeypatch.setattr(cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(cuda, "graph_pool_handle", lambda: "pool")
+        monkeypatch.setattr(cuda, "current_stream", Stream)
+        monkeypatch.setattr(cuda, "synchronize", lambda: calls.append("synchronize"))
+        monkeypatch.setattr(cuda, "stream", lambda stream: nullcontext())
+
+
+def test_a_capture_is_warmed_up_on_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = InventedCuda(monkeypatch)
+    recorder = recorder_for(torch.device("cuda"))
+    assert isinstance(recorder, CudaRecorder)
+    replay = recorder.record(lambda: found.calls.append("run"))
+    assert found.calls == ["wait", "run", "run", "wait", "synchronize", "begin", "run", "end"]
+    replay()
+    assert found.calls[-1] == "replay"
+    assert recorder_for(torch.device("cpu")) is None
+
+
+def test_a_capture_that_fails_says_what_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = InventedCuda(monkeypatch)
+    found.end_fails = True
+
+    def run() -> None:
+        if "begin" in found.calls:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaRecorder(torch.device("cuda")).record(run)
+    assert found.calls[-1] == "end"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ class Embedding(Module):
         self.weight: Tensor | QuantizedTensor
         self._dtype: torch.dtype
         self._ranks = ALONE
+        self._finish: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def finish_with(self, finish: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Give what `finish` makes of the rows (T, C) and their ids (T,)."""
+        self._finish = finish
 
     def shard(self, ranks: Ranks) -> None:
         """Some of the rows; the last ranks may have fewer, or none."""
@@ -50,7 +55,8 @@ class Embedding(Module):
     def __call__(self, ids: Tensor) -> Tensor:
         """ids (T,) -> (T, C)."""
         if self._ranks.size == 1:
-            return self._rows(ids)
+            rows = self._rows(ids)
+            return rows if self._finish is None else self._finish(rows, ids)
         first, stop, _ = self._ranks.split_rows(self.shape[0])
         own = ids - first
         is_elsewhere = (own < 0) | (own >= stop - first)
@@ -95,12 +101,17 @@ class LMHead(Module):
     def __init__(
         self, hidden_size: int, vocab_size: int, *, tied_to: Embedding | None = None, bias: bool = False
     ) -> None:
-        self._shape = (vocab_size, hidden_size)
+        self.shape = (vocab_size, hidden_size)
         self._tied_to = tied_to
         self._has_bias = bias
         self._bias: Tensor | None = None
         self._method: LinearMethod | None = None
         self._ranks = ALONE
+
+    def wrap_method(self, wrap: Callable[[LinearMethod], LinearMethod]) -> None:
+        """Multiply by what `wrap` makes of the method so far."""
+        assert self._method is not None, "asked of a head with its weight"
+        self._method = wrap(self._method)
 
     def shard(self, ranks: Ranks) -> None:
         """Some of the vocabulary, as an embedding has it; the logits are gathered."""
@@ -110,7 +121,7 @@ class LMHead(Module):
         """This rank's rows of a whole weight or bias."""
         if self._ranks.size == 1:
             return weight
-        first, stop, _ = self._ranks.split_rows(self._shape[0])
+        first, stop, _ = self._ranks.split_rows(self.shape[0])
         return take_rows(weight, torch.arange(first, stop))
 
     @property
@@ -126,8 +137,8 @@ class LMHead(Module):
 
     def slots(self) -> list[TensorSlot]:
         """weight unless tied, and bias if there is one."""
-        bias = [TensorSlot("bias", self._shape[:1])] if self._has_bias else []
-        return bias if self.is_tied else [TensorSlot("weight", self._shape), *bias]
+        bias = [TensorSlot("bias", self.shape[:1])] if self._has_bias else []
+        return bias if self.is_tied else [TensorSlot("weight", self.shape), *bias]
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the weight, or the embedding's (the embedding comes before the head in every model)."""
@@ -144,7 +155,7 @@ class LMHead(Module):
         assert self._method is not None
         if self._ranks.size == 1:
             return self._method.apply(hidden, self._bias)
-        vocab_size = self._shape[0]
+        vocab_size = self.shape[0]
         first, stop, per_rank = self._ranks.split_rows(vocab_size)
         own = self._method.apply(hidden, self._bias) if stop > first else hidden[:, :0]
         padded = torch.nn.functional.pad(own, (0, per_rank - own.shape[-1]))

@@ -42,10 +42,8 @@ class Placement:
         Under float32 activations a dense weight keeps its own type (and stays a view of the mapped file on a host):
         widening it would double its memory and gain nothing.
         """
-        if isinstance(value, QuantizedTensor):
+        if isinstance(value, QuantizedTensor | ScaledMatrix):
             return placed(value, self.device)
-        if isinstance(value, ScaledMatrix):
-            return value.to(self.device)
         if self.dtype is torch.float32 and value.dtype in (torch.float16, torch.bfloat16):
             return value.to(self.device)
         return value.to(self.device, self.dtype)

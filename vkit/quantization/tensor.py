@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import numpy as np
 import torch
@@ -123,10 +124,14 @@ Weight = BlockWeight | kernels.ScaledMatrix
 """What a checkpoint loads."""
 
 
-def placed(weight: BlockWeight, device: torch.device | str) -> BlockWeight:
+@overload
+def placed(weight: BlockWeight, device: torch.device | str) -> BlockWeight: ...
+@overload
+def placed(weight: Weight, device: torch.device | str) -> Weight: ...
+def placed(weight: Weight, device: torch.device | str) -> Weight:
     """The weight on `device`, laid out as the kernels there want it if it is packed."""
     moved = weight.to(device)
-    return moved.arranged() if isinstance(moved, QuantizedTensor) else moved
+    return moved if isinstance(moved, torch.Tensor) else moved.arranged()
 
 
 def concat_rows(weights: Sequence[QuantizedTensor]) -> QuantizedTensor:

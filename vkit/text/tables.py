@@ -139,7 +139,7 @@ class TableMerger:
         self._takes_whole_words = takes_whole_words
         self._falls_back_to_bytes = falls_back_to_bytes
         # Plain memory, of which single numbers are read several times as fast as of arrays.
-        self._order, self._pairs = memoryview(tables.order), memoryview(tables.pairs)
+        self._order, self._pairs = tables.order.data, tables.pairs.data
         self._ids: dict[str, int | None] = {}
         self._merges: dict[int, tuple[int, int]] = {}
 

@@ -83,6 +83,21 @@ def test_a_step_of_both_kinds_is_shared_with_triton(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(found, REFERENCE["paged_attention"](*given), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("length", [33, 47, 48, 63])
+def test_lengths_on_the_host_are_bounds(length: int) -> None:
+    """As in a captured step: with a window, a shorter sequence may lie across more chunks than the longest."""
+    from vkit.kernels.cuda.attention import paged_attention
+
+    given = arguments(replace(SPLIT, lengths=((1, length), (1, 5)), window=16))
+    expected = REFERENCE["paged_attention"](*given)
+    batch = given[3]
+    assert isinstance(batch, PagedBatch)
+    batch.memo.clear()
+    batch.host_seq_lens[:] = [64, 64]
+    found = paged_attention(*given, chunk=16)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
 @pytest.mark.usefixtures("_no_triton")
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_a_padding_row_gives_zeros_and_reads_nothing(chunk: int) -> None:

@@ -67,7 +67,9 @@ def decoded(name: str, prompts: list[list[int]], num_tokens: int, recorder: Call
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences], runner
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3_moe"))]
+)
 @pytest.mark.usefixtures("_interpreted")
 def test_a_replay_gives_the_tokens_of_plain_torch(name: str) -> None:
     prompts = [[5, 9, 200], [7, 1, 3, 250, 17, 40]]

@@ -276,6 +276,8 @@ inline uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     return out;
 }
 
+inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t other) { return (x & mask) | other; }
+
 inline uint32_t add_bf16x2(uint32_t a, uint32_t b) {
     const float low = shim::cast<float>(a << 16) + shim::cast<float>(b << 16);
     const float high = shim::cast<float>(a & 0xffff0000u) + shim::cast<float>(b & 0xffff0000u);
@@ -335,6 +337,8 @@ inline uint32_t transpose_tile(uint32_t x) {
     };
     return entry(2 * t, g) | entry(2 * t + 1, g) << 16;
 }
+
+inline void use_device(int) {}
 
 template <typename A>
 inline int launch(void (*kernel)(A), dim3 grid, int threads, void*, const A& arguments) {
