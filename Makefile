@@ -1,6 +1,7 @@
 # make demo: a completion from a real model, on a machine that has nothing but Python 3.11 with venv and pip.
 # make demo-video: an MP4 of noise, from a video model of random weights made on the spot.
-# make test: the suite. make test-slow: what takes longer than a person waits. make lint: style and types. make manual: man/ and completions/ again.
+# make test: the suite. make test-slow: what takes longer than a person waits. make test-search: property tests with new
+# examples. make lint: style and types. make manual: man/ and completions/ again.
 # What was set up is remembered by stamps in the virtual environment, so that a second run starts at once.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := tests/constraints.txt
 PYTEST_FLAGS ?=
 
-.PHONY: demo demo-video test test-slow lint manual clean
+.PHONY: demo demo-video test test-search test-slow lint manual clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-vkit $(VENV)/.stamp-demo
@@ -26,6 +27,10 @@ demo-video: $(VENV)/.stamp-vkit $(VENV)/.stamp-video
 # Two processes with a thread each: two of two threads would wait for each other. The slow tests run with all threads.
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)
+
+# The property tests with examples of their own, new in each run.
+test-search: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
+	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n 2 --dist loadfile -m "hypothesis and not judge and not soak and not gpu" $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.stamp-dev $(VENV)/.stamp-demo
 	$(BIN)/python -m pytest -m "slow and not judge and not soak and not gpu" $(PYTEST_FLAGS)

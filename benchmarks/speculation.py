@@ -4,7 +4,8 @@
         [--clock cpu]
 
 Two engines over one model answer the same prompts in turns, so that both meet the same machine: a JSON document to be
-edited and code to be rewritten, whose answers repeat their prompts, and prose drawn at random, which does not repeat.
+edited and code to be rewritten, whose answers repeat their prompts, prose drawn at random, which does not repeat, and
+a question that each round asks again (only `suffix` remembers; the first round warms up).
 A row is the median over rounds of plain time over drafting time. Outputs must be equal but for near ties of the fast
 kernels, which round differently by batch size; rows say in how many rounds they were. Targets: 1.5 on text that
 repeats, at least 0.97 on text that does not.
@@ -67,6 +68,10 @@ PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
     "prose, drawn, beside a long text": (
         f"Some data:\n{DOCUMENT}\n\nSome code:\n{CODE}\n\nNow a story about a lighthouse keeper.\n\nOnce",
         {"temperature": 1.0, "ignore_eos": True},
+    ),
+    "an answer given before": (
+        "Question: How does a lighthouse work, and who looks after it?\nAnswer:",
+        {"temperature": 0.0, "repetition_penalty": 1.2, "ignore_eos": True},
     ),
 }
 

@@ -278,6 +278,18 @@ class EngineFlags:
             show_default="on for CUDA",
         ),
     ] = None
+    enforce_eager: Annotated[
+        bool, _engine_option("--enforce-eager", help="Run every step op by op; nothing is captured and replayed.")
+    ] = False
+    cudagraph_capture_sizes: Annotated[
+        str | None,
+        _engine_option(
+            "--cudagraph-capture-sizes",
+            metavar="N,N,...",
+            help="Numbers of sequences that decoding steps are captured for on CUDA.",
+            show_default="1, 2, 4, 8, then by 8 and 16 to --max-num-seqs",
+        ),
+    ] = None
     enable_jump_forward: Annotated[
         bool,
         _engine_option(
@@ -292,7 +304,17 @@ class EngineFlags:
     deterministic: Annotated[
         bool, _engine_option("--deterministic", help="Results never depend on what else is in the batch.")
     ] = False
-    threads: Annotated[int, _engine_option("--threads", min=0, help="CPU threads; 0: all this process may use.")] = 0
+    tensor_parallel_size: Annotated[
+        int,
+        _engine_option(
+            "--tensor-parallel-size",
+            min=1,
+            help="Processes that share the model, each with a card of its own (or on CPUs, for trying it out).",
+        ),
+    ] = 1
+    threads: Annotated[
+        int, _engine_option("--threads", min=0, help="CPU threads of each process; 0: all it may use.")
+    ] = 0
     cpu_precision: Annotated[
         Literal["fast", "exact"],
         _engine_option("--cpu-precision", help="exact keeps activations in floating point."),
@@ -302,7 +324,7 @@ class EngineFlags:
         _engine_option("--kv-cache-dtype", help="How keys and values are kept; fp8 and int8 halve bfloat16."),
     ] = "auto"
     quantization: Annotated[
-        Literal["awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt"] | None,
+        Literal["awq", "bitsandbytes", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt"] | None,
         _engine_option(
             "--quantization",
             help="What the weights must be stored as; fp8 also rounds plain weights at load.",

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vkit.commands import _options, _render
+from vkit.starting import starting
 
 if TYPE_CHECKING:
     from vkit import LLM
@@ -35,11 +36,12 @@ def open_model(
     }
     EngineArgs(**keywords)  # contradictions end here, before torch is imported
 
-    from vkit import LLM
+    with starting():
+        from vkit import LLM
 
-    begin = time.perf_counter()
-    with _render.load_progress(path.name) as progress:
-        llm = LLM(**keywords, on_load_progress=progress)
+        begin = time.perf_counter()
+        with _render.load_progress(path.name) as progress:
+            llm = LLM.for_text(**keywords, on_load_progress=progress)
     load_s = time.perf_counter() - begin
     with llm:
         _render.note(f"{path.name} loaded in {load_s:.1f} s")

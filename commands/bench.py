@@ -20,6 +20,7 @@ import typer
 
 from vkit.commands import _options, _render
 from vkit.errors import ExitStatus, UsageError, VkitError
+from vkit.starting import starting
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -213,6 +214,7 @@ def bench(
     server: ServerFlags,
     results: ResultFlags,
     engine: BenchEngineFlags,
+    adapter: _options.AdapterFlags,
 ) -> None:
     """Measure throughput and latency of an engine in this process, or of a server with --url."""
     given = _Given(ctx)
@@ -227,18 +229,22 @@ def bench(
     slo = _slo(load)
     if subject == "url":
         given.refuse(
-            *_names(_options.ModelFlags, BenchEngineFlags), because="--url measures a server with settings of its own"
+            *_names(_options.ModelFlags, BenchEngineFlags, _options.AdapterFlags),
+            because="--url measures a server with settings of its own",
         )
         if given.is_on_line("api_key") and len(server.api_key or []) > 1:
             raise UsageError("--api-key: given more than once", remedy="a request carries one key")
         runs, settings = _measure_server(server, results, workload, plan, slo)
     else:
         given.refuse("endpoint", "served_model_name", "api_key", because="it is for --url")
-        keywords = {**sources.engine_keywords(), **engine.engine_keywords(), "max_num_seqs": _num_seqs(engine, plan)}
+        keywords = {**sources.engine_keywords(), **engine.engine_keywords(), **adapter.engine_keywords()}
+        keywords["max_num_seqs"] = _num_seqs(engine, plan)
         with _model_path(sources, is_synthetic=subject == "synthetic") as path:
-            runs = asyncio.run(_measure(lambda: _engine_target(path, keywords), workload, plan, slo))
+            runs = asyncio.run(_measure(lambda: _engine_target(path, keywords, adapter.lora), workload, plan, slo))
         settings = {"target": "engine", "model": "synthetic" if subject == "synthetic" else path}
         settings |= _changed(engine) | _changed(sources)
+        if adapter.lora is not None:
+            settings["lora"] = adapter.lora
     _report(runs, results, {**settings, **_load_settings(workload, prompts, load, plan)}, workload)
     if any(run.summary.failed for run in runs):
         raise typer.Exit(ExitStatus.FAILURE)
@@ -445,16 +451,17 @@ def _model_path(sources: _options.ModelFlags, *, is_synthetic: bool) -> Iterator
         )
 
 
-def _engine_target(path: str, keywords: dict[str, Any]) -> Target:
+def _engine_target(path: str, keywords: dict[str, Any], lora: str | None) -> Target:
     from vkit import EngineArgs
 
     args = EngineArgs(model=path, **keywords)  # contradictions end here, before torch is imported
 
-    from vkit import AsyncLLM
-    from vkit.benchmark.targets import EngineTarget
+    with starting():
+        from vkit import AsyncLLM
+        from vkit.benchmark.targets import EngineTarget
 
-    with _render.load_progress(Path(path).name) as progress:
-        return EngineTarget(AsyncLLM(args, on_load_progress=progress))
+        with _render.load_progress(Path(path).name) as progress:
+            return EngineTarget(AsyncLLM(args, on_load_progress=progress), lora)
 
 
 def _measure_server(

@@ -94,19 +94,21 @@ class Conversation:
         num_lines = 0
         if is_interactive:
             _render.note("type /help for what can be typed, Ctrl-D to leave")
+        is_interrupted = False
         while True:
             try:
+                if is_interrupted:
+                    is_interrupted = False
+                    _render.note("type /exit or press Ctrl-D to leave")
                 num_lines += 1
                 line = _read_line(is_interactive, num_lines)
+                if line is None or line.strip() in ("/exit", "/quit"):
+                    return
+                self.take(line)
             except KeyboardInterrupt:
                 if not is_interactive:
                     raise
-                _render.note("type /exit or press Ctrl-D to leave")
-                continue
-            if line is None or line.strip() in ("/exit", "/quit"):
-                return
-            try:
-                self.take(line)
+                is_interrupted = True  # told above, where the next impatient Ctrl-C is caught too
             except VkitError as error:
                 if not is_interactive:
                     raise
@@ -150,19 +152,20 @@ class Conversation:
         """Send a message and write the answer as it comes. Ctrl-C stops the answer; what came of it stays said."""
         self.turns.append({"role": "user", "content": text})
         pieces: list[str] = []
+        is_stopped = False
         try:
             for piece in self._answer():
                 pieces.append(piece)
                 _render.write_text(piece)
         except KeyboardInterrupt:
-            _render.write_text("\n")
-            _render.note("stopped")
+            is_stopped = True
         except VkitError:
             self.turns.pop()
             raise
-        else:
-            _render.write_text("\n")
         self.turns.append({"role": "assistant", "content": "".join(pieces)})
+        _render.write_text("\n")
+        if is_stopped:
+            _render.note("stopped")
 
     def _answer(self) -> Iterator[str]:
         deltas = self.llm.chat_stream(self.messages, self.params, lora=self.lora)

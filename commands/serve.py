@@ -10,6 +10,7 @@ import typer
 from vkit.commands import _options, _render, _serve_options
 from vkit.env import NIM_SERVED_MODEL_NAME
 from vkit.errors import ExitStatus, MissingExtra, UsageError
+from vkit.starting import starting
 
 
 @_options.expands_flags
@@ -67,8 +68,9 @@ def serve(
 
     check_parsers(api.tool_call_parser, api.reasoning_parser)
     try:
-        from vkit.server.logs import set_up_logging
-        from vkit.server.serving import serve_model, serve_videos
+        with starting():
+            from vkit.server.logs import set_up_logging
+            from vkit.server.serving import serve_model, serve_videos
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("litestar", "uvicorn", "prometheus_client"):
             raise

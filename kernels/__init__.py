@@ -38,13 +38,15 @@ from vkit.kernels.dispatch import (
     configure,
     kv_by_token,
     kv_layout,
+    pack,
     register_backend,
     use_backend,
     using_backend,
     wrap_step,
 )
 from vkit.kernels.draw_rules import DrawRules
-from vkit.kernels.drawing import draw, draw_with_survivors, largest
+from vkit.kernels.drawing import draw, draw_with_survivors, largest, largest_rows
+from vkit.kernels.editing import mask_tokens, penalise
 from vkit.kernels.experts import ExpertMatrix, Scoring, route_experts, route_scored_experts, run_experts
 from vkit.kernels.norms import add_rms_norm, layer_norm, rms_norm
 from vkit.kernels.packed import quantized_embedding, quantized_linear
@@ -88,13 +90,17 @@ __all__ = [
     "kv_by_token",
     "kv_layout",
     "largest",
+    "largest_rows",
     "layer_norm",
     "limited_silu_and_mul",
     "linear",
     "log_decay",
     "mamba2_scan",
+    "mask_tokens",
     "multiply",
+    "pack",
     "paged_attention",
+    "penalise",
     "pool_windows",
     "put_rows",
     "qk_norm_rope",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,16 @@ from vkit.kernels.compiler import BuildError, Unit, compile_library, find_compil
 logger = logging.getLogger("vkit.kernels")
 
 
-def build_library(name: str, units: Sequence[Unit], headers: Sequence[Path], flags: Sequence[str]) -> Path:
-    """The shared library made of `units`, compiled now unless the cache holds it.
+def build_library(
+    name: str,
+    units: Sequence[Unit],
+    headers: Sequence[Path],
+    flags: Sequence[str],
+    *,
+    compiler: str | None = None,
+    link_flags: Sequence[str] = ("-pthread",),
+) -> Path:
+    """The shared library made of `units`, compiled now unless the cache holds it; by the C++ compiler if none is named.
 
     The key covers the text of all files, the flags and the compiler's version. Processes that want the same library at
     the same time wait for the first of them.
@@ -26,10 +35,10 @@ def build_library(name: str, units: Sequence[Unit], headers: Sequence[Path], fla
     Raises:
         BuildError: there is no compiler, it failed, or the cache folder cannot be written.
     """
-    compiler = find_compiler()
+    compiler = compiler or find_compiler()
     if compiler is None:
         raise BuildError("there is no C++ compiler (looked for $CXX, g++, c++, clang++)")
-    key = _key(compiler, source_key(units, headers, flags))
+    key = _key(compiler, source_key(units, headers, (*flags, *link_flags)))
     folder = cache_folder()
     library = folder / f"{name}-{key}.so"
     if library.exists():
@@ -38,7 +47,7 @@ def build_library(name: str, units: Sequence[Unit], headers: Sequence[Path], fla
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{name}.lock"):
             if not library.exists():
-                _compile(compiler, name, units, flags, library)
+                _compile(compiler, name, units, flags, library, link_flags)
     except OSError as error:
         raise BuildError(f"{folder} cannot be used: {error}") from error
     return library
@@ -51,8 +60,38 @@ def cache_folder() -> Path:
 
 def _key(compiler: str, sources: str) -> str:
     # Two machines may share a home folder: what the compiler targets is part of the key, as is its version.
-    about = f"{run([compiler, '--version'])}\0{platform.machine()}\0{platform.libc_ver()}\0{sources}"
+    about = f"{_version(compiler)}\0{platform.machine()}\0{platform.libc_ver()}\0{sources}"
     return hashlib.sha256(about.encode()).hexdigest()[:16]
+
+
+def _version(compiler: str) -> str:
+    """What the compiler says of itself. Asked once, and remembered as long as its file stays as it is.
+
+    Raises:
+        BuildError: it cannot be run.
+    """
+    real = os.path.realpath(compiler)
+    try:
+        found = os.stat(real)
+    except OSError as error:
+        raise BuildError(f"{compiler} cannot be run: {error}") from error
+    state = f"{compiler}\0{real}\0{found.st_ino}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ctime_ns}"
+    kept = cache_folder() / f"compiler-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    try:
+        digest, _, version = kept.read_text("utf-8").partition("\n")
+        if digest == hashlib.sha256(version.encode()).hexdigest():
+            return version
+    except (OSError, UnicodeDecodeError):
+        pass
+    version = run([compiler, "--version"])
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        beside = kept.with_suffix(f".{os.getpid()}")
+        beside.write_text(f"{hashlib.sha256(version.encode()).hexdigest()}\n{version}", "utf-8")
+        beside.replace(kept)
+    except OSError as error:
+        logger.info("%s: the compiler's version is not kept: %s", kept.parent, error.strerror or error)
+    return version
 
 
 @contextmanager
@@ -64,8 +103,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, name: str, units: Sequence[Unit], flags: Sequence[str], library: Path) -> None:
+def _compile(
+    compiler: str, name: str, units: Sequence[Unit], flags: Sequence[str], library: Path, link_flags: Sequence[str]
+) -> None:
     logger.warning("building the %s kernels with %s (once per machine, about 20 s)", name, Path(compiler).name)
     started = time.monotonic()
-    compile_library(compiler, units, flags, library)
+    compile_library(compiler, units, flags, library, link_flags)
     logger.info("built %s in %.1f s", library, time.monotonic() - started)

@@ -14,15 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vkit.kernels import cases_recurrent, cases_sampling
+from vkit.kernels.cases_packed import expert_cases, packed_cases
+from vkit.kernels.cases_scaled import scaled_cases
+from vkit.kernels.dispatch import default_kv_layout
 from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.paged import PagedBatch
+from vkit.kernels.reference.narrow_cache import SCALE_BYTES, encode_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+"""Types of a narrow KV cache."""
 SLACK = 1e-5
 """What may be added to twice the error of plain torch in the same type."""
 
-IN_PLACE: Mapping[str, tuple[int, ...]] = {"qk_norm_rope": (0, 1), "rope": (0, 1), "write_kv": (2, 3)}
-"""Op -> the arguments it writes to; it returns nothing."""
+IN_PLACE: Mapping[str, tuple[int, ...]] = {
+    "causal_conv1d": (3,),
+    "gated_delta_net": (5,),
+    "mamba2_scan": (5,),
+    "mask_tokens": (0,),
+    "penalise": (0,),
+    "qk_norm_rope": (0, 1),
+    "rope": (0, 1),
+    "write_kv": (2, 3),
+}
+"""Op -> the arguments it writes to, beside what it returns."""
 
 Arguments = tuple[Any, ...]
 
@@ -34,6 +50,8 @@ class Case:
     op: str
     label: str
     make: Callable[[Source], Arguments]
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    """Types of activations in which it differs."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +98,9 @@ def judge(
     Source: the rule of flash-attention's tests: an error of at most twice that of plain torch in the same type.
     """
     arguments = case.make(Source(device, dtype, torch.Generator().manual_seed(len(case.label))))
-    exact = outcome(case.op, reference, [_widened(value, dtype) for value in arguments])
-    plain = outcome(case.op, reference, [_copied(value) for value in arguments])
-    ours = outcome(case.op, op, [_copied(value) for value in arguments])
+    exact = outcome(case.op, reference, _widened(arguments, dtype))
+    plain = outcome(case.op, reference, _copied(arguments))
+    ours = outcome(case.op, op, _copied(arguments))
     for mine, theirs in zip(ours, plain, strict=True):
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             raise ValueError(
@@ -92,12 +110,12 @@ def judge(
 
 
 def outcome(name: str, op: Callable[..., Any], arguments: Sequence[Any]) -> list[Tensor]:
-    """What `op` returns, or for an op that works in place all memory of what it wrote to."""
+    """What `op` returns, and all memory of what it wrote to."""
     returned = op(*arguments)
-    if name in IN_PLACE:
-        written = [arguments[index] for index in IN_PLACE[name]]
-        return [_all_memory(value) for value in written if value is not None]
-    return list(returned) if isinstance(returned, tuple) else [returned]
+    written = [arguments[index] for index in IN_PLACE.get(name, ())]
+    found = list(returned) if isinstance(returned, tuple) else [] if returned is None else [returned]
+    found = [value if isinstance(value, Tensor) else torch.tensor(value) for value in found]
+    return [*found, *(_all_memory(value) for value in written if value is not None)]
 
 
 def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
@@ -116,23 +134,32 @@ def _all_memory(x: Tensor) -> Tensor:
     return x.as_strided((count,), (1,), 0)
 
 
-def _copied(value: Any) -> Any:
-    """A copy with all memory around it, so that what is written beside it shows."""
+def _copied(value: Any, memory: dict[int, Tensor] | None = None) -> Any:
+    """A copy with all memory around it, so that what is written beside it shows; what shares memory still does."""
+    memory = {} if memory is None else memory
     if isinstance(value, PagedBatch):
         return replace(value, memo={})
+    if isinstance(value, tuple):
+        return tuple(_copied(item, memory) for item in value)
     if not isinstance(value, Tensor):
         return value  # experts are only read
-    return _all_memory(value).clone().as_strided(value.shape, value.stride(), value.storage_offset())
+    copy = memory.setdefault(value.untyped_storage().data_ptr(), _all_memory(value).clone())
+    return copy.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def _widened(value: Any, dtype: torch.dtype) -> Any:
+def _widened(value: Any, dtype: torch.dtype, memory: dict[int, Tensor] | None = None) -> Any:
+    """A copy in float32 of what is of `dtype`; what shares memory still does."""
+    memory = {} if memory is None else memory
+    if isinstance(value, tuple):
+        return tuple(_widened(item, dtype, memory) for item in value)
     if isinstance(value, Tensor) and value.dtype == dtype:
-        return _all_memory(value).float().as_strided(value.shape, value.stride(), value.storage_offset())
+        copy = memory.setdefault(value.untyped_storage().data_ptr(), _all_memory(value).clone().float())
+        return copy.as_strided(value.shape, value.stride(), value.storage_offset())
     if isinstance(value, ExpertMatrix):
-        return replace(value, weights=tuple(weight.float() for weight in value.weights if isinstance(weight, Tensor)))
+        return replace(value, weights=tuple(_widened(weight, dtype) for weight in value.weights))
     if isinstance(value, list):
         return [_widened(item, dtype) for item in value]
-    return _copied(value)
+    return _copied(value, memory)
 
 
 def _bind(build: Callable[..., Arguments], *settings: Any) -> Callable[[Source], Arguments]:
@@ -215,6 +242,24 @@ def _writes() -> Iterator[Case]:
             f"{kv_heads} heads of {width}/{value_width}, blocks of {block_size}",
             _bind(lambda s, n: _write_arguments(s, *n), sizes),
         )
+
+    for dtype in NARROW:
+        for kv_heads, width, block_size in ((3, 20, 4), (5, 128, 16)):
+            own = (kv_heads, width, block_size)
+            yield Case("write_kv", f"{own} in {dtype}", _bind(_narrow_write_arguments, own, dtype))
+
+
+def _narrow_write_arguments(s: Source, sizes: tuple[int, int, int], dtype: torch.dtype) -> Arguments:
+    """Rows of all sizes, zeros, what fp8 cannot hold, and what lies below its smallest normal number."""
+    kv_heads, width, block_size = sizes
+    row = width + (SCALE_BYTES if dtype is torch.int8 else 0)
+    pages = torch.full((4, 2 * block_size * kv_heads * row), 0x55, dtype=torch.uint8, device=s.device)
+    caches = default_kv_layout(pages, block_size, kv_heads, (row, row), dtype)
+    k, v = s.strided(5, kv_heads, width), s.normal(5, kv_heads, width)
+    k[0] *= 1e-4
+    v[1] *= 0.0
+    k[3, 0, :4] = s.normal(4) * 3e4
+    return k, v, *caches, s.integers(-1, 3 * block_size + 1, 0, 4 * block_size - 1, 2)
 
 
 def _write_arguments(s: Source, kv_heads: int, width: int, value_width: int, block_size: int) -> Arguments:
@@ -301,6 +346,28 @@ def _attentions() -> Iterator[Case]:
             _bind(lambda s, n: attention_arguments(s, n), shape),
         )
 
+    for shape in SHAPES[1:3] + SHAPES[6:9]:
+        for dtype in NARROW:
+            label = f"{len(shape.lengths)} sequences, {shape.heads}/{shape.kv_heads} heads of {shape.width}"
+            yield Case("paged_attention", f"{label} in {dtype}, {shape.lengths}", _bind(narrow_arguments, shape, dtype))
+
+    for lengths in (((1, 3), (1, 90)), ((1, 1100), (3, 40)), ((20, 50), (1, 7), (9, 9))):
+        for heads, rank, turned in ((3, 24, 8), (16, 64, 20)):
+            label = f"latent, {heads} heads of {rank} + {turned}, {lengths}"
+            yield Case("paged_attention", label, _bind(latent_arguments, lengths, heads, rank, turned))
+
+
+def latent_arguments(s: Source, lengths: tuple[tuple[int, int], ...], heads: int, rank: int, turned: int) -> Arguments:
+    """One key per token for all heads, whose first `rank` columns are the value too."""
+    q, cache, _, *rest = attention_arguments(s, Shape(lengths, heads, 1, rank + turned, 1, 16))
+    return q, cache, cache[..., :rank], *rest
+
+
+def narrow_arguments(s: Source, shape: Shape, dtype: torch.dtype) -> Arguments:
+    """`attention_arguments` over a cache of `dtype`."""
+    q, k_cache, v_cache, *rest = attention_arguments(s, shape)
+    return q, *(encode_rows(cache, dtype) for cache in (k_cache, v_cache)), *rest
+
 
 def _expert_arguments(
     s: Source, num_tokens: int, top_k: int, experts: int, sizes: tuple[int, int], parts: int
@@ -314,6 +381,15 @@ def _expert_arguments(
     return s.normal(num_tokens, width), weights, ids.to(s.device), matrices[:-1], matrices[-1]
 
 
+def _segments() -> Iterator[Case]:
+    for lengths, heads, width in (((1,), 1, 8), ((7, 130, 64), 2, 20), ((200,), 3, 72), ((33, 128), 1, 130)):
+        yield Case(
+            "segment_attention",
+            f"{lengths}, {heads} heads of {width}",
+            _bind(lambda s, n, h, w: (*(s.strided(sum(n), h, w) for _ in "qkv"), n, w**-0.5), lengths, heads, width),
+        )
+
+
 def _experts() -> Iterator[Case]:
     shapes = ((1, 2, 4, (24, 16), 1), (5, 3, 4, (40, 8), 2), (33, 1, 2, (72, 136), 2), (9, 4, 16, (16, 32), 1))
     for shape in shapes:
@@ -322,5 +398,23 @@ def _experts() -> Iterator[Case]:
             yield Case("run_experts", f"{shape}, {activation}", build)
 
 
-CASES: tuple[Case, ...] = (*_norms(), *_activations(), *_ropes(), *_writes(), *_attentions(), *_experts())
+def _recurrent() -> Iterator[Case]:
+    for op, label, make in cases_recurrent.cases():
+        yield Case(op, label, make)
+
+
+def _sampling() -> Iterator[Case]:
+    for op, label, make in cases_sampling.cases():
+        yield Case(op, label, make, DTYPES[:1])
+    for width in (1, 7, 64, 1000):
+        make = _bind(lambda s, n: (cases_sampling.logits_of(s, 8, n, 2.0),), width)
+        for op in ("largest", "largest_rows"):
+            yield Case(op, f"{width} tokens", make, DTYPES[:1])
+
+
+CASES: tuple[Case, ...] = (
+    *(*_norms(), *_activations(), *_ropes(), *_writes(), *_attentions(), *_segments(), *_experts(), *_recurrent()),
+    *(*packed_cases(Case), *scaled_cases(Case), *expert_cases(Case)),
+    *_sampling(),
+)
 """Every case of every op with a faster kernel."""

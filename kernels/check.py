@@ -11,8 +11,8 @@ import datetime
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,21 @@ from vkit.kernels import cases, dispatch, speeds
 
 Say = Callable[[str], object]
 BACKEND = "triton"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Kernels of one backend that are compared and timed."""
+
+    name: str
+    find: dispatch.OpFinder
+    selected: Sequence[cases.Case]
+    works: Callable[[torch.device, speeds.Sizes], Iterable[speeds.Work]] = speeds.works
+
+    @property
+    def prefix(self) -> str:
+        """What a line about them begins with, after PASS or FAIL: Triton's are the rule."""
+        return "" if self.name == BACKEND else f"{self.name} "
 
 
 def unavailable() -> str | None:
@@ -41,7 +56,26 @@ def check_card(say: Say, selected: Sequence[cases.Case] = cases.CASES) -> dict[s
     reason = unavailable()
     if reason:
         raise RuntimeError(reason)
-    return check(torch.device("cuda"), speeds.CARD, speeds.time_on_card, say, selected)
+    others = []
+    for backend in dispatch.backends("cuda"):
+        if backend.name == "cuda" and backend.unavailable is None:
+            others.append(cuda_kernels(backend.find))
+        elif backend.name == "cuda":
+            say(f"cuda kernels are not checked: {backend.unavailable}")
+    return check(torch.device("cuda"), speeds.CARD, speeds.time_on_card, say, selected, others)
+
+
+def cuda_kernels(find: dispatch.OpFinder) -> Checked:
+    """The kernels in CUDA C++, on the common cases and their own; timed where no other kernel takes the call."""
+    from vkit.kernels.cuda.cases import OWN_CASES
+    from vkit.kernels.cuda.ops import OPS
+
+    def works(device: torch.device, sizes: speeds.Sizes) -> Iterator[speeds.Work]:
+        for work in speeds.works(device, sizes):
+            if work.op in OPS and not work.num_flop:  # those bound by products are Triton's
+                yield work
+
+    return Checked("cuda", find, [*(case for case in cases.CASES if case.op in OPS), *OWN_CASES], works)
 
 
 def check(
@@ -50,19 +84,29 @@ def check(
     timer: speeds.Timer,
     say: Say,
     selected: Sequence[cases.Case] = cases.CASES,
+    others: Sequence[Checked] = (),
 ) -> dict[str, Any]:
-    """Everything on one device, a line for each item as it is done: what ran where, parity, ceilings and speeds."""
+    """Everything on one device, a line for each item as it is done: what ran where, parity, ceilings and speeds.
+
+    Of Triton's kernels, then of `others`.
+    """
     from vkit.kernels.triton.ops import OPS
 
-    report = {**identify(device), "parity": parity(device, OPS, say, selected)}
+    checked = [Checked(BACKEND, lambda op, dtype: OPS.get(op), selected), *others]
+    report = {**identify(device), "parity": [row for item in checked for row in parity(device, item, say)]}
     ceilings = speeds.measure_ceilings(device, sizes, timer)
     copy, product = ceilings.copy_bytes_per_s, ceilings.matmul_flop_per_s
     say(f"ceilings: copy {copy / 1e9:.1f} GB/s, bf16 products {product / 1e12:.2f} TFLOP/s")
     timed = []
-    for work in speeds.works(device, sizes):
-        row = _attempt(speeds.measure, work, OPS[work.op], ceilings, sizes, timer)
-        timed.append(row if isinstance(row, dict) else {"op": work.op, "shape": work.label, "failure": row})
-        say(_speed_line(timed[-1]))
+    for item in checked:
+        for work in item.works(device, sizes):
+            op = item.find(work.op, torch.bfloat16)
+            if op is None:
+                continue
+            row = _attempt(speeds.measure, work, op, ceilings, sizes, timer)
+            row = row if isinstance(row, dict) else {"op": work.op, "shape": work.label, "failure": row}
+            timed.append({"backend": item.name, **row})
+            say(_speed_line(timed[-1], item.prefix))
     return {**report, "ceilings": asdict(ceilings), "speeds": timed, "num_failed": _count_failed(report, timed)}
 
 
@@ -87,23 +131,25 @@ def identify(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def parity(
-    device: torch.device, ops: Mapping[str, Callable[..., Any]], say: Say, selected: Sequence[cases.Case]
-) -> list[dict[str, Any]]:
-    """Each case in each type: its error, the tolerance, and whether it passed."""
+def parity(device: torch.device, checked: Checked, say: Say) -> list[dict[str, Any]]:
+    """Each case in each type that has a kernel: its error, the tolerance, and whether it passed."""
     reference = dispatch.reference_ops()
     rows = []
-    for case in selected:
-        for dtype in cases.DTYPES:
-            found = _attempt(cases.judge, case, dtype, ops[case.op], reference[case.op], device)
-            row: dict[str, Any] = {"op": case.op, "dtype": str(dtype).removeprefix("torch."), "shape": case.label}
+    for case in checked.selected:
+        for dtype in case.dtypes:
+            op = checked.find(case.op, dtype)
+            if op is None:
+                continue
+            found = _attempt(cases.judge, case, dtype, op, reference[case.op], device)
+            about = {"op": case.op, "dtype": str(dtype).removeprefix("torch."), "shape": case.label}
+            row: dict[str, Any] = {"backend": checked.name, **about}
             if isinstance(found, cases.Verdict):
                 error = found.error if math.isfinite(found.error) else None  # JSON has no infinity
                 row |= {"error": error, "tolerance": found.tolerance, "passed": found.is_good}
             else:
                 row |= {"failure": found, "passed": False}
             rows.append(row)
-            say(_parity_line(row))
+            say(_parity_line(row, checked.prefix))
     return rows
 
 
@@ -118,8 +164,8 @@ def _attempt(run: Callable[..., Any], *arguments: Any) -> Any:
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def _parity_line(row: Mapping[str, Any]) -> str:
-    mark = "PASS" if row["passed"] else "FAIL"
+def _parity_line(row: Mapping[str, Any], prefix: str) -> str:
+    mark = f"{'PASS' if row['passed'] else 'FAIL'} {prefix}".rstrip()
     if "failure" in row:
         found = row["failure"]
     elif row["error"] is None:
@@ -129,14 +175,16 @@ def _parity_line(row: Mapping[str, Any]) -> str:
     return f"{mark} {row['op']} {row['dtype']} {row['shape']}: {found}"
 
 
-def _speed_line(row: Mapping[str, Any]) -> str:
+def _speed_line(row: Mapping[str, Any], prefix: str) -> str:
     if "failure" in row:
-        return f"FAIL {row['op']} {row['shape']}: {row['failure']}"
+        return f"FAIL {prefix}{row['op']} {row['shape']}: {row['failure']}"
     if "flop_per_s" in row:
         rate = f"{row['flop_per_s'] / 1e12:.2f} TFLOP/s"
     else:
         rate = f"{row['bytes_per_s'] / 1e9:.1f} GB/s"
-    return f"{row['op']} {row['shape']}: {row['seconds'] * 1e6:.1f} us, {rate}, {row['share']:.0%} of the ceiling"
+    return (
+        f"{prefix}{row['op']} {row['shape']}: {row['seconds'] * 1e6:.1f} us, {rate}, {row['share']:.0%} of the ceiling"
+    )
 
 
 def _count_failed(report: Mapping[str, Any], timed: Sequence[Mapping[str, Any]]) -> int:

@@ -47,7 +47,13 @@ def source_key(units: Sequence[Unit], headers: Sequence[Path], flags: Sequence[s
     return digest.hexdigest()[:16]
 
 
-def compile_library(compiler: str, units: Sequence[Unit], flags: Sequence[str], library: Path) -> None:
+def compile_library(
+    compiler: str,
+    units: Sequence[Unit],
+    flags: Sequence[str],
+    library: Path,
+    link_flags: Sequence[str] = ("-pthread",),
+) -> None:
     """Make `library` of the units, as many at a time as there are processors; it appears whole or not at all.
 
     Raises:
@@ -63,7 +69,7 @@ def compile_library(compiler: str, units: Sequence[Unit], flags: Sequence[str], 
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             list(pool.map(compile_one, units, objects))
         linked = Path(scratch) / library.name
-        run([compiler, "-shared", *map(str, objects), "-o", str(linked), "-pthread"])
+        run([compiler, "-shared", *map(str, objects), "-o", str(linked), *link_flags])
         linked.replace(library)  # within one folder, so no other process ever sees half a library
 
 

@@ -7,14 +7,18 @@ everywhere; a native backend registers the ops it has, and the reference takes t
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vkit.kernels.scaled import ScaledMatrix
 
 logger = logging.getLogger("vkit.kernels")
 
@@ -26,14 +30,23 @@ REFERENCE = "reference"
 
 BUILTIN_BACKENDS: dict[str, tuple[str, ...]] = {
     "cpu": ("vkit.kernels.cpu.backend",),
-    "cuda": ("vkit.kernels.triton.backend",),
+    "cuda": ("vkit.kernels.cuda.backend", "vkit.kernels.triton.backend"),
 }
 """Per device type, the modules that call `register_backend` when imported, best first."""
 
 
 PLAIN_OPS = frozenset(
     {
-        *("add_rows", "axis_table", "clamp", "put_rows", "segment_attention"),
+        *(
+            "add_rows",
+            "axis_table",
+            "clamp",
+            "largest_rows",
+            "mask_tokens",
+            "penalise",
+            "put_rows",
+            "segment_attention",
+        ),
         *("hyper_enter", "hyper_head_weights", "hyper_leave", "hyper_weights", "limited_silu_and_mul"),
         *("route_by_root", "spread_streams", "store_rows"),
     }
@@ -62,6 +75,10 @@ class Backend:
     """Given the whole forward pass, returns what the runner calls instead: here ops may be recorded and replayed."""
     kv_layout: Callable[..., tuple[Tensor, Tensor]] | None = None
     """Replaces `default_kv_layout`, same arguments."""
+    pack: Callable[[Tensor, str], tuple[Tensor, str]] | None = None
+    """Packed rows (..., row_bytes) and their type, laid out as its kernels want them, under the type's own name."""
+    pack_scaled: Callable[[ScaledMatrix], ScaledMatrix] | None = None
+    """Codes with scales, laid out as its kernels want them."""
     configure: Callable[[int, bool], None] | None = None
     """Takes the number of threads, and whether activations must stay in floating point."""
     report: Callable[[], Mapping[str, str | int | float]] | None = None
@@ -121,8 +138,9 @@ def backends(device_type: str) -> list[Backend]:
     """All registered backends of a device type, best first; the reference is not among them."""
     if device_type not in _builtin_loaded:
         _builtin_loaded.add(device_type)
-        for module in BUILTIN_BACKENDS[device_type]:
-            importlib.import_module(module)
+        names = [importlib.import_module(module).NAME for module in BUILTIN_BACKENDS[device_type]]
+        # One module may import another, which then registers first.
+        _backends[device_type].sort(key=lambda item: names.index(item.name) if item.name in names else -1)
     return list(_backends[device_type])
 
 
@@ -183,6 +201,22 @@ def kv_layout(
     return default_kv_layout(pages, block_size, num_kv_heads, head_dims, dtype)
 
 
+def pack(data: Tensor, qtype: str) -> tuple[Tensor, str]:
+    """Packed rows and their type in the layout that the device's kernels want; as they are if they want none."""
+    for backend in usable_backends(data.device.type):
+        if backend.pack is not None:
+            return backend.pack(data, qtype)
+    return data, qtype
+
+
+def pack_scaled(matrix: ScaledMatrix) -> ScaledMatrix:
+    """Codes with scales in the layout that the device's kernels want; as they are if they want none."""
+    for backend in usable_backends(matrix.device.type):
+        if backend.pack_scaled is not None:
+            return backend.pack_scaled(matrix)
+    return matrix
+
+
 def default_kv_layout(
     pages: Tensor, block_size: int, num_kv_heads: int, head_dims: tuple[int, int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -213,11 +247,13 @@ def _resolve(op: str, device_type: str, dtype: torch.dtype) -> Op:
     for backend in usable:
         found = backend.find(op, dtype)
         if found is not None:
+            _report_better(device_type, backend)
             return found
     if op in PLAIN_OPS:
         pass
     elif usable and _forced.get(device_type) != REFERENCE:
-        _report_once(device_type, f"{op}: no {usable[0].name} kernel for {dtype}; plain torch runs it")
+        names = " or ".join(backend.name for backend in usable)
+        _report_once(device_type, f"{op}: no {names} kernel for {dtype}; plain torch runs it")
     elif not usable and device_type not in _forced:
         for backend in backends(device_type):
             _report_once(device_type, f"{backend.name} kernels are not used: {backend.unavailable}; plain torch runs")
@@ -225,6 +261,29 @@ def _resolve(op: str, device_type: str, dtype: torch.dtype) -> Op:
     if op not in reference:
         raise AttributeError(f"no op named {op!r}")
     return reference[op]
+
+
+def next_best(op: str, x: Tensor, after: str) -> Op:
+    """The implementation for tensors like `x` once backend `after` is passed over: a later one's, or plain torch.
+
+    For calls of an op that a backend has, but not for these arguments.
+    """
+    usable = usable_backends(x.device.type)
+    names = [backend.name for backend in usable]
+    for backend in usable[names.index(after) + 1 :] if after in names else ():
+        found = backend.find(op, x.dtype)
+        if found is not None:
+            return found
+    return reference_ops()[op]
+
+
+def _report_better(device_type: str, chosen: Backend) -> None:
+    """Say once which better backends this machine cannot run."""
+    if device_type not in _forced:
+        for backend in itertools.takewhile(lambda item: item is not chosen, backends(device_type)):
+            if backend.unavailable:
+                line = f"{backend.name} kernels are not used: {backend.unavailable}; {chosen.name} runs"
+                _report_once(device_type, line)
 
 
 def reference_ops() -> Mapping[str, Op]:

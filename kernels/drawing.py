@@ -22,6 +22,18 @@ def largest(logits: Tensor) -> tuple[list[int], list[float]]:
     return found
 
 
+def largest_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As `largest`, left on the device: ids (R,) int64 and values (R,). logits (R, V) float32.
+
+    Raises:
+        ValueError: logits are not float32 rows.
+    """
+    if logits.dtype is not torch.float32 or logits.ndim != 2 or not logits.shape[1]:
+        raise ValueError(f"largest_rows: logits {tuple(logits.shape)} {logits.dtype}, expected (R, V) float32")
+    found: tuple[Tensor, Tensor] = ops(logits).largest_rows(logits)
+    return found
+
+
 def draw(logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor) -> tuple[Tensor, Tensor]:
     """One token id per row (R,) int64, and the row's largest logit (R,): no finite number where a value is NaN or +inf.
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import format_of
 from vkit.kernels.dispatch import ops
 from vkit.kernels.scaled import ScaledMatrix
 
@@ -32,8 +32,8 @@ class ExpertMatrix:
         shapes = {tuple(weight.shape) for weight in self.weights}
         if len(shapes) != 1 or len(next(iter(shapes))) != 2:
             raise ValueError(f"ExpertMatrix: weights {sorted(shapes)}, expected matrices of one shape")
-        if self.qtype is not None and self.qtype not in BLOCK_FORMATS:
-            raise ValueError(f"ExpertMatrix: qtype {self.qtype!r}, expected one of {', '.join(BLOCK_FORMATS)}")
+        if self.qtype is not None:
+            format_of(self.qtype, "ExpertMatrix")
 
     @property
     def num_rows(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import format_of
 from vkit.kernels.dispatch import ops, ops_for
 
 
@@ -15,9 +15,7 @@ def quantized_linear(x: Tensor, data: Tensor, qtype: str, bias: Tensor | None = 
     Raises:
         ValueError: unknown type, or shapes that do not fit.
     """
-    block = BLOCK_FORMATS.get(qtype)
-    if block is None:
-        raise ValueError(f"quantized_linear: qtype {qtype!r}, expected one of {', '.join(BLOCK_FORMATS)}")
+    block = format_of(qtype, "quantized_linear")
     if data.ndim != 2 or data.shape[1] != block.row_bytes(x.shape[-1]):
         raise ValueError(
             f"quantized_linear: data {tuple(data.shape)}, expected (rows, {block.row_bytes(x.shape[-1])}) "
@@ -36,8 +34,7 @@ def quantized_embedding(ids: Tensor, data: Tensor, qtype: str, *, dtype: torch.d
         ValueError: unknown type or a table of another shape.
         IndexError: an id outside 0..V-1.
     """
-    if qtype not in BLOCK_FORMATS:
-        raise ValueError(f"quantized_embedding: qtype {qtype!r}, expected one of {', '.join(BLOCK_FORMATS)}")
+    format_of(qtype, "quantized_embedding")
     if data.ndim != 2:
         raise ValueError(f"quantized_embedding: data {tuple(data.shape)}, expected (rows, row_bytes)")
     out: Tensor = ops_for(data.device.type, dtype).quantized_embedding(ids, data, qtype, dtype=dtype)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from vkit.kernels.dispatch import ops
+from vkit.kernels.dispatch import ops, pack_scaled
 
-CodeLayout = Literal["words", "awq", "bytes", "e2m1"]
+CodeLayout = Literal["words", "awq", "bytes", "e2m1", "nf4", "fp4"]
+PAIRS = ("e2m1", "nf4", "fp4")
+"""Layouts with two codes to a byte."""
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 """Where an AWQ word keeps its eight columns."""
+_FP4 = tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+CODE_VALUES: Mapping[str, tuple[float, ...]] = {
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "fp4": (*_FP4, *(-value for value in _FP4)),
+}
+"""What the four-bit codes of bitsandbytes stand for, as parts of a block's largest magnitude.
+
+Source: Dettmers et al. 2023, QLoRA, appendix E (NF4); the library's own four-bit floats (FP4).
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +71,8 @@ class ScaledMatrix:
 
     `codes` by layout: "words" int32 (rows, words), `bits` a code, one stream of bits along the columns, low first;
     "awq" int32 (columns, rows / 8); "bytes" int8 or float8 (rows, columns); "e2m1" uint8 (rows, columns / 2), the even
-    column in the low nibble. Transposed views are as good as copies. All may be views of a read-only file mapping.
+    column in the low nibble; "nf4" and "fp4" (CODE_VALUES) the same with the even column in the high one. Transposed
+    views are as good as copies. All may be views of a read-only file mapping.
     `scales` (row blocks, column blocks) of any float type; `zeros` integers of the same shape, or one number `zero`.
     `group_index` int32 (columns,), if given, names each column's block instead of i // block columns.
     """
@@ -82,13 +98,12 @@ class ScaledMatrix:
             "words": (rows, -(-columns * self.bits // 32)),
             "awq": (columns, rows // 8),
             "bytes": (rows, columns),
-            "e2m1": (rows, columns // 2),
-        }[self.layout]
+        }.get(self.layout, (rows, columns // 2))
         if tuple(self.codes.shape) != wanted:
             raise ValueError(f"ScaledMatrix: {self.layout} codes {tuple(self.codes.shape)}, expected {wanted}")
         if self.layout in ("words", "awq") and self.codes.dtype != torch.int32:
             raise TypeError(f"ScaledMatrix: {self.layout} codes of {self.codes.dtype}, expected torch.int32")
-        if (self.layout == "awq" and rows % 8) or (self.layout == "e2m1" and columns % 2):
+        if (self.layout == "awq" and rows % 8) or (self.layout in PAIRS and columns % 2):
             raise ValueError(f"ScaledMatrix: shape {self.shape} does not fill whole {self.layout} words")
         blocks = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         if tuple(self.scales.shape) != blocks:
@@ -118,10 +133,14 @@ class ScaledMatrix:
         """The same weight on `device`."""
         return self._mapped(lambda tensor: tensor.to(device))
 
+    def arranged(self) -> ScaledMatrix:
+        """The same weight in the layout that the kernels of its device want."""
+        return pack_scaled(self)
+
     def rows(self, index: Tensor) -> ScaledMatrix:
         """The rows that `index` (R,) int64 selects, in its order, as a copy."""
         is_awq = self.layout == "awq"
-        codes = _words_of_awq(self.codes) if is_awq else self.codes
+        codes = words_of_awq(self.codes) if is_awq else self.codes
         block_rows = index // self.block[0]
         zeros = self.zeros
         return replace(
@@ -177,7 +196,7 @@ def _picked(values: Tensor, index: Tensor) -> Tensor:
     return values.index_select(0, index)
 
 
-def _words_of_awq(codes: Tensor) -> Tensor:
+def words_of_awq(codes: Tensor) -> Tensor:
     """AWQ codes (columns, rows / 8) as "words" of 4 bits (rows, columns / 8)."""
     shifts = torch.tensor(AWQ_SHIFTS, dtype=torch.int32, device=codes.device)
     values = ((codes.unsqueeze(-1) >> shifts) & 15).flatten(1).T

@@ -10,14 +10,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from vkit.kernels import speeds_recurrent
+from vkit.kernels.cases_packed import packed_works
+from vkit.kernels.cases_scaled import scaled_works
+from vkit.kernels.draw_rules import DrawRules
 from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.paged import PagedBatch
+from vkit.kernels.reference.narrow_cache import SCALE_BYTES, encode_rows
 
 REPEATS = 20
 ROUNDS = 5
@@ -73,11 +78,14 @@ class Sizes:
     copy_bytes: int
     rotated_bytes: int
     """Inputs rotate through this much: three times the largest second-level cache."""
+    vocab: int
+    latent: tuple[int, int] = (512, 64)
+    """Widths of a latent value and of what is turned beside it."""
 
 
-CARD = Sizes(8192, 4096, 14336, 32, 8, 128, 8192, (1, 64), 8192, 8192, 1 << 30, 400 << 20)
+CARD = Sizes(8192, 4096, 14336, 32, 8, 128, 8192, (1, 64), 8192, 8192, 1 << 30, 400 << 20, 151_936)
 """The layers of an 8B model."""
-SMALL = Sizes(3, 40, 24, 4, 2, 16, 20, (1, 2), 9, 16, 1 << 12, 1 << 12)
+SMALL = Sizes(3, 40, 24, 4, 2, 16, 20, (1, 2), 9, 16, 1 << 12, 1 << 12, 70, (24, 8))
 """For the interpreter."""
 
 
@@ -158,9 +166,86 @@ def works(device: torch.device, sizes: Sizes) -> Iterator[Work]:
     )
     yield Work("write_kv", label, lambda: _write_arguments(s, normal, device), 4 * s.kv_heads * head_bytes)
     yield _experts_work(s, normal, device)
+    yield from packed_works(Work, s, device)
+    yield from scaled_works(Work, s, device)
     for batch in s.batches:
         yield _attention(s, normal, device, f"decode, {batch} x {s.context}", batch, 1, s.context)
     yield _attention(s, normal, device, f"prefill, {s.prompt}", 1, s.prompt, s.prompt)
+    yield from _other_attention(s, normal, device)
+    layer = speeds_recurrent.LayerSizes(s.heads, s.head_dim, s.batches, s.prompt)
+    for op, label, make, num_bytes, num_flop in speeds_recurrent.works(device, layer):
+        yield Work(op, label, make, num_bytes, num_flop)
+    for batch in s.batches:
+        yield from _sampling(s, device, batch)
+
+
+def _other_attention(s: Sizes, normal: Callable[..., Tensor], device: torch.device) -> Iterator[Work]:
+    """Over a narrow cache, over one of latent vectors, and over a run without a cache."""
+    for batch in s.batches:
+        for dtype, extra in ((torch.float8_e4m3fn, 0), (torch.int8, SCALE_BYTES)):
+            plain = _attention(
+                s, normal, device, f"decode, {batch} x {s.context}, cache of {dtype}", batch, 1, s.context
+            )
+
+            def narrow(make: Callable[[], tuple[Any, ...]] = plain.make, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
+                q, k_cache, v_cache, *rest = make()
+                return q, encode_rows(k_cache, dtype), encode_rows(v_cache, dtype), *rest
+
+            num_bytes = 2 * batch * s.context * s.kv_heads * (s.head_dim + extra) + 4 * batch * s.heads * s.head_dim
+            yield Work("paged_attention", plain.label, narrow, num_bytes)
+        wide = replace(s, kv_heads=1, head_dim=sum(s.latent))
+        latent = _attention(wide, normal, device, f"latent decode, {batch} x {s.context}", batch, 1, s.context)
+
+        def absorbed(make: Callable[[], tuple[Any, ...]] = latent.make) -> tuple[Any, ...]:
+            q, cache, _, *rest = make()
+            return q, cache, cache[..., : s.latent[0]], *rest
+
+        q_bytes = 2 * batch * s.heads * (sum(s.latent) + s.latent[0])
+        yield Work("paged_attention", latent.label, absorbed, 2 * batch * s.context * sum(s.latent) + q_bytes)
+    shape, flop = (s.prompt, s.heads, s.head_dim), 4 * s.heads * s.head_dim * s.prompt**2
+
+    def run() -> tuple[Any, ...]:
+        return normal(*shape), normal(*shape), normal(*shape), [s.prompt], s.head_dim**-0.5
+
+    yield Work("segment_attention", f"one run of {s.prompt}, {s.heads} heads of {s.head_dim}", run, num_flop=flop)
+
+
+def _sampling(s: Sizes, device: torch.device, batch: int) -> Iterator[Work]:
+    """A row is read once whatever is asked of it; what a search reads again should come from a cache."""
+
+    def rows() -> tuple[Tensor, Tensor]:
+        return torch.randn(batch, s.vocab, device=device) * 3, torch.arange(batch, device=device)
+
+    label = f"{batch} x {s.vocab} tokens"
+    row_bytes = 4 * batch * s.vocab
+    for op in ("largest", "largest_rows"):
+        yield Work(op, label, lambda: rows()[:1], row_bytes)
+    for name, min_p, top_k, top_p in (
+        ("plain", 0.0, 0, 1.0),
+        ("top_k 50, top_p 0.95", 0.0, 50, 0.95),
+        ("top_p 0.95", 0.0, 0, 0.95),
+    ):
+
+        def drawn(rule: tuple[float, int, float] = (min_p, top_k, top_p)) -> tuple[Any, ...]:
+            rules = DrawRules.of([0.8] * batch, [rule[0]] * batch, [rule[1]] * batch, [rule[2]] * batch, device)
+            return *rows(), rules, torch.arange(batch, device=device)
+
+        yield Work("draw", f"{label}, {name}", drawn, row_bytes)
+    words = -(-s.vocab // 32)
+    yield Work(
+        "mask_tokens",
+        f"{label}, all but some forbidden",
+        lambda: (*rows(), torch.full((batch, words), 1, dtype=torch.int32, device=device)),
+        4 * batch * (words + 31 * words),
+    )
+    used = min(s.vocab, 1024)
+
+    def penalised() -> tuple[Any, ...]:
+        ids = torch.rand(batch, s.vocab, device=device).argsort(1)[:, :used].flatten()
+        owners = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(used)
+        return *rows(), ids, torch.ones(batch * used, device=device), owners, torch.ones(batch, 3, device=device)
+
+    yield Work("penalise", f"{label}, {used} used", penalised, batch * used * (4 + 4 + 8 + 4 + 4))
 
 
 def _experts_work(s: Sizes, normal: Callable[..., Tensor], device: torch.device) -> Work:

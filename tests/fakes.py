@@ -17,6 +17,7 @@ from vkit.engine import Engine, EngineSettings
 from vkit.inputs import EngineRequest, InputProcessor
 from vkit.kernels.reference.noise import exponential_noise
 from vkit.randomness import draw_key
+from vkit.sampled import SampledTokens
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan, StepSamples
 from vkit.sequence import Sequence as Sequence_
@@ -106,6 +107,9 @@ class FakeBatch:
     rows: list[tuple[list[int], int, list[list[int]], int, tuple[int, int]]]
     """Tokens, start, tables, logits rows wanted; row of the current state and number of drafts."""
     state_copies: list[tuple[int, int, int]]
+    unknown: list[tuple[int, int]] = field(default_factory=list)
+    """Rows whose token only the device knows, and its row among what was sampled."""
+    sampled: torch.Tensor | None = None
 
 
 class FakeRunner:
@@ -125,26 +129,37 @@ class FakeRunner:
         self.states = np.full(num_blocks, -1, dtype=np.int64)
         self.num_steps = 0
         self.num_tokens = 0
+        self.num_unknown = 0
+        """Tokens that were given as places among what the step before sampled."""
         self.step_log: list[list[tuple[str, int, int]]] = []
         self.hook: Callable[[int, torch.Tensor], None] | None = None
 
-    def prepare(self, plan: Plan) -> FakeBatch:
+    def prepare(self, plan: Plan, sampled: SampledTokens | None = None) -> FakeBatch:
         rows = []
+        unknown = []
         for item in plan.scheduled:
             sequence = item.sequence
             end = item.start + item.num_tokens - item.num_drafts
             tokens = sequence.token_ids[item.start : end] + sequence.draft_token_ids[: item.num_drafts]
+            if sampled is not None and item.start == len(sequence.token_ids):
+                tokens = [-1]  # known to the device alone, which is not asked before the step runs
+                unknown.append((len(rows), sampled.rows[sequence.id]))
+                self.num_unknown += 1
             assert len(tokens) == item.num_tokens, "a step runs known tokens only"
             tables = [list(table) for table in sequence.block_ids]
             rows.append((tokens, item.start, tables, item.num_logits, (sequence.state_row, item.num_drafts)))
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         self.step_log.append([(item.sequence.id, item.start, item.num_tokens) for item in plan.scheduled])
-        return FakeBatch(rows, [(copy.group, copy.source, copy.target) for copy in plan.state_copies])
+        copies = [(copy.group, copy.source, copy.target) for copy in plan.state_copies]
+        return FakeBatch(rows, copies, unknown, None if sampled is None else sampled.ids)
 
     def execute(self, batch: FakeBatch) -> torch.Tensor:
         for _, source, target in batch.state_copies:
             self.states[target] = self.states[source]
+        for index, row in batch.unknown:
+            assert batch.sampled is not None
+            batch.rows[index][0][0] = int(batch.sampled[row])
         for tokens, start, tables, _, _ in batch.rows:
             self._write(tokens, start, tables)
         keys = []
@@ -349,8 +364,10 @@ def check_pool(engine: Engine) -> None:
     """Every block is held as often as tables say; the free list holds exactly the rest; no table holds one twice."""
     pool = engine.pool
     sequences = {id(sequence): sequence for sequence in engine.scheduler._sequences.values()}
-    if engine._next_plan is not None:
-        sequences.update((id(item.sequence), item.sequence) for item in engine._next_plan.scheduled)
+    flight = engine._flight.plan if engine._flight is not None else None
+    for plan in (engine._next_plan, flight):
+        if plan is not None:
+            sequences.update((id(item.sequence), item.sequence) for item in plan.scheduled)
     held: Counter[int] = Counter()
     for sequence in sequences.values():
         for table in sequence.block_ids:

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from vkit.batch import Batch, BatchBuilder, _BlockTable
+from vkit.batch import Batch, BatchBuilder
+from vkit.block_table import BlockTable
 from vkit.cache.groups import CacheKind, LayerCacheSpec, TensorSpec
 from vkit.cache.store import TensorStore
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus
@@ -173,10 +174,16 @@ def test_random_lives() -> None:
 
 
 def test_a_table_that_is_not_shared_is_brought_up_to_date() -> None:
-    table = _BlockTable(3, 8, torch.device("cpu"), is_shared=False)
+    table = BlockTable(3, 8, torch.device("cpu"), is_shared=False)
+    assert table.take_changes() is None
     table.write(1, 2, [5, 6])
+    table.write(1, 3, [7, 6])  # the same place twice, and not with the same id
+    table.write(1, 3, [6, 0])
     table.write(2, 0, [9])
     assert not table.device.any()
-    table.upload()
+    changes = table.take_changes()
+    assert changes is not None
+    table.apply(*map(torch.from_numpy, changes))
+    assert table.take_changes() is None
     assert table.device.tolist() == table.host.tolist()
     assert table.device[1].tolist() == [0, 0, 5, 6, 0, 0, 0, 0]

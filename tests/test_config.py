@@ -62,6 +62,10 @@ def device_facts(**changes: Any) -> DeviceFacts:
         ("kv_cache_dtype", "int3", "--kv-cache-dtype"),
         ("prefix_caching_hash_algo", "crc32", "--prefix-caching-hash-algo"),
         ("seed", 2**64, "--seed"),
+        ("enforce_eager", "yes", "--enforce-eager"),
+        ("cudagraph_capture_sizes", "1,two", "--cudagraph-capture-sizes"),
+        ("cudagraph_capture_sizes", [4, 0], "--cudagraph-capture-sizes"),
+        ("cudagraph_capture_sizes", [], "--cudagraph-capture-sizes"),
     ],
 )
 def test_bad_value_names_its_flag(field: str, value: object, flag: str) -> None:
@@ -86,6 +90,9 @@ def test_unknown_keyword_is_a_type_error() -> None:
         ({"max_num_partial_prefills": 1, "max_long_partial_prefills": 2}, "--max-long-partial-prefills"),
         ({"enable_chunked_prefill": False, "max_num_partial_prefills": 1}, "--max-num-partial-prefills"),
         ({"device": "cuda", "cpu_precision": "exact"}, "--cpu-precision"),
+        ({"cudagraph_capture_sizes": "1,2", "enforce_eager": True}, "--cudagraph-capture-sizes"),
+        ({"cudagraph_capture_sizes": [200], "max_num_seqs": 100}, "--cudagraph-capture-sizes"),
+        ({"cudagraph_capture_sizes": [2], "tensor_parallel_size": 2}, "--cudagraph-capture-sizes"),
     ],
 )
 def test_contradictions_are_refused(args: dict[str, Any], flag: str) -> None:
@@ -278,6 +285,14 @@ class TestOtherDecisions:
         device = device_facts(dtypes=frozenset(dtypes))
         assert EngineArgs(model="m", **args).resolve(model_facts(dtype=own), device).kv_cache_dtype == expected
 
+    def test_sizes_to_capture_are_a_list_or_a_text(self) -> None:
+        cuda = device_facts(kind="cuda")
+        for given in ("8, 1,4,8", [8, 4, 1], (1, 4, 8)):
+            config = EngineArgs(model="m", cudagraph_capture_sizes=given).resolve(model_facts(), cuda)
+            assert config.cudagraph_capture_sizes == (1, 4, 8)
+        config = EngineArgs(model="m", enforce_eager=True).resolve(model_facts(), cuda)
+        assert (config.enforce_eager, config.cudagraph_capture_sizes) == (True, ())
+
     def test_threads_and_overlap_come_from_the_device(self) -> None:
         config = EngineArgs(model="m").resolve(model_facts(), device_facts(num_threads=7))
         assert (config.threads, config.async_scheduling) == (7, False)
@@ -289,6 +304,7 @@ class TestOtherDecisions:
             ({"device": "cuda"}, "cpu", "--device"),
             ({"cpu_precision": "exact"}, "cuda", "--cpu-precision"),
             ({"gguf_dequantize": True}, "cpu", "--gguf-dequantize"),
+            ({"cudagraph_capture_sizes": "1"}, "cpu", "--cudagraph-capture-sizes"),
         ],
     )
     def test_flags_that_could_not_work_are_refused(self, args: dict[str, Any], kind: str, flag: str) -> None:

@@ -122,7 +122,7 @@ def test_offline_an_incomplete_repository_is_one_error(files: dict[str, str], hu
         capture_output=True,
         text=True,
         env={"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub), "PATH": "/usr/bin:/bin"},
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert "acme/tiny is not in the local cache" in done.stdout

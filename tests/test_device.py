@@ -44,3 +44,12 @@ def test_memory_follows_the_container(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(device, "_CGROUP", tmp_path)
     found = device.find_device("cpu")
     assert (found.total_bytes, found.available_bytes) == (1000000, 600000)
+
+
+def test_memory_is_what_psutil_says() -> None:
+    import psutil
+
+    total, available = device._system_memory()
+    said = psutil.virtual_memory()
+    assert total == said.total
+    assert abs(available - said.available) < said.total // 4  # others allocate meanwhile

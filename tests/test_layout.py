@@ -28,29 +28,39 @@ RANKS: dict[str, int] = {
     "vkit.kv_transfer": 1,
     "vkit.media": 1,
     "vkit.speculative_config": 1,
+    "vkit.starting": 1,
     "vkit.types": 1,
     "vkit.weight_offload": 1,
     "vkit.discovery": 2,
     "vkit.kernels": 2,
     "vkit.thinking": 2,
     "vkit.device": 3,
+    "vkit.distributed": 3,
     "vkit.quantization": 3,
     "vkit.batch": 4,
+    "vkit.block_table": 4,
     "vkit.cache": 4,
+    "vkit.decode_inputs": 4,
     "vkit.layers": 4,
     "vkit.loaders": 4,
+    "vkit.plan_arrays": 4,
     "vkit.policies": 4,
+    "vkit.sampled": 4,
     "vkit.sequence": 4,
+    "vkit.staging": 4,
     "vkit.text": 4,
     "vkit.connectors": 5,
+    "vkit.graphs": 5,
     "vkit.logits": 5,
     "vkit.models": 5,
     "vkit.parsers": 5,
     "vkit.randomness": 5,
     "vkit.structured": 5,
+    "vkit.token_logprobs": 5,
     "vkit.video": 5,
     "vkit.adapters": 6,
     "vkit.encoding": 6,
+    "vkit.memory": 6,
     "vkit.metrics": 6,
     "vkit.pooling": 6,
     "vkit.runner": 6,
@@ -69,6 +79,7 @@ RANKS: dict[str, int] = {
     "vkit.inspection": 8,
     "vkit.llm": 8,
     "vkit.loading": 8,
+    "vkit.parallel": 8,
     "vkit.scoring": 8,
     "vkit.async_engine": 9,
     "vkit.benchmark": 9,
@@ -77,17 +88,20 @@ RANKS: dict[str, int] = {
     "vkit.cli": 10,
     "vkit.command": 10,
     "vkit.manual": 10,
+    "vkit.plain_option": 10,
     "vkit.commands": 11,
 }
 TORCH_FREE = [
     "vkit.errors",
     "vkit.types",
+    "vkit.starting",
     "vkit.config",
     "vkit.env",
     "vkit.discovery",
     "vkit.command",
     "vkit.cli",
     "vkit.manual",
+    "vkit.plain_option",
     "vkit.scheduler",
     "vkit.policies",
     "vkit.sequence",
@@ -99,9 +113,11 @@ TORCH_FREE = [
     "vkit.cache.transfer",
     "vkit.kv_transfer",
     "vkit.speculative_config",
+    "vkit.speculation.earlier",
     "vkit.speculation.ngram",
     "vkit.speculation.proposer",
     "vkit.speculation.stats",
+    "vkit.speculation.suffix",
     "vkit.speculation.support",
     "vkit.weight_offload",
     "vkit.media",
@@ -141,6 +157,7 @@ COMMANDS_MAY_IMPORT = {
     "vkit.models",
     "vkit.server",
     "vkit.speech",
+    "vkit.starting",
     "vkit.text",
     "vkit.types",
     "vkit.video",
@@ -247,7 +264,7 @@ def test_commands_use_the_front_door(module: str) -> None:
 @pytest.mark.parametrize("module", [name for name in TORCH_FREE if name in MODULES])
 def test_host_side_parts_import_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
 
 
 def test_plugins_use_only_public_names() -> None:
@@ -350,4 +367,4 @@ def test_built_distributions_are_complete(tmp_path: Path) -> None:
 
 def test_the_editable_install_leaks_no_folder() -> None:
     code = "import importlib.util as u, sys; sys.exit(any(u.find_spec(n) for n in ('commands', 'kernels', 'plugins')))"
-    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT.parent, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT.parent, timeout=200).returncode == 0

@@ -64,7 +64,7 @@ def test_pages_format_without_complaint() -> None:
             capture_output=True,
             text=True,
             env={**os.environ, "MANWIDTH": "100", "MANPAGER": "cat"},
-            timeout=60,
+            timeout=200,
         )
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
@@ -83,7 +83,7 @@ compopt() {{ echo "compopt $*" >&2; }}
 _vkit
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -116,7 +116,7 @@ def test_bash_offers_all_commands(tree: Node) -> None:
 def test_scripts_parse(shell: str, check: list[str]) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    done = subprocess.run([*check, str(ROOT / "completions" / SHELLS[shell])], capture_output=True, timeout=60)
+    done = subprocess.run([*check, str(ROOT / "completions" / SHELLS[shell])], capture_output=True, timeout=200)
     assert done.returncode == 0, done.stderr
 
 

@@ -84,6 +84,9 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     path = tools_without_compiler(tmp_path / "bin")
     wheel = wheel_of(tmp_path, PATH=path, CXX="")
     assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {Path(name).name for name in archive.namelist() if name.startswith("vkit/kernels/cuda/")}
+    assert {path.name for pattern in ("*.cu", "*.cuh") for path in (ROOT / "kernels" / "cuda").glob(pattern)} <= inside
     assert "there is no C++ compiler" in used(wheel, tmp_path, PATH=path, CXX="")
 
 

@@ -6,6 +6,7 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()]):
     del sys.path[0]  # `-m` puts the current folder first; a torch.py there would run instead of torch
 
+import gc
 import signal
 from types import FrameType
 
@@ -17,14 +18,18 @@ def start() -> int:
     with_traceback = signal.getsignal(signal.SIGINT)
     if with_traceback is signal.default_int_handler:  # not where a shell has it ignored
         signal.signal(signal.SIGINT, _leave)
-    from vkit.cli import main
+    from vkit.starting import starting
 
+    with starting():
+        from vkit.cli import main
     try:
         signal.signal(signal.SIGINT, with_traceback)
         return main()
     except KeyboardInterrupt:  # before main could look out for it, or after
         _leave(signal.SIGINT, None)
         return INTERRUPTED
+    finally:
+        gc.freeze()  # the interpreter's last search for cycles would take longer than all its other goodbyes
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

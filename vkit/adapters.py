@@ -21,14 +21,30 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vkit.errors import CheckpointError, InvalidRequest, ModelLoadError
-from vkit.layers import AdapterSwitch, AdapterTarget, AdapterWeights, Module, Placement, adapt, adapter_targets
+from vkit.layers import (
+    AdapterSwitch,
+    AdapterTarget,
+    AdapterWeights,
+    Module,
+    NamedHead,
+    Placement,
+    adapt,
+    adapter_targets,
+)
+from vkit.loaders import open_checkpoint
 from vkit.models import check_tensors, create_model
 from vkit.models.base import CausalLM, ModelCheckpoint, ModelConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 4096
 
-_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_PREFIX = r"(?:base_model\.model\.)?(.+)\."
+_KEY = re.compile(_PREFIX + r"lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)")
+_BASE_KEY = re.compile(_PREFIX + r"base_layer\.weight")
+"""PEFT keeps a copy of a token table or head that an adapter changes beside it."""
+_ROWS_AT_ONCE = 4096
+_MAX_ROUNDING, _MAX_PACKING = 0.005, 0.25
+"""Largest difference of a copy from the weight, as parts of it: bfloat16 makes some 0.002, two bits some 0.2."""
 _UNSUPPORTED = {
     "use_dora": "weight-decomposed adapters (DoRA)",
     "use_qalora": "QA-LoRA",
@@ -67,20 +83,35 @@ def open_adapters(checkpoint: ModelCheckpoint, config: ModelConfig, modules: Map
     check_tensors(model, checkpoint)  # also settles in which form projections are stored
     prefix, decoder = _decoder_of(model)
     placement = Placement(torch.device(config.device), getattr(torch, config.dtype))
-    registry = AdapterRegistry(adapter_targets(decoder, prefix), placement)
+    head = _head_of(model)
+    targets = adapter_targets(decoder, prefix, head)
+    stored = checkpoint.tensor_names()
+    names = {name: model.stored_name(f"{name}.weight", stored) for name in targets}
+    tied = head[0] if head is not None and head[1].is_tied else None
+    if tied is not None:
+        names[tied] = next(names[name] for name, target in targets.items() if target.is_table)
+    registry = AdapterRegistry(targets, placement, BaseWeights(checkpoint.path, names), tied_head=tied)
     for name, path in modules.items():
         registry.load(name, path)
     return registry
 
 
 def let_listen(model: CausalLM, switch: AdapterSwitch) -> None:
-    """Have the linear layers of a model with weights ask `switch` which adapters are in use."""
+    """Have the layers of a model with weights ask `switch` which adapters are in use."""
     prefix, decoder = _decoder_of(model)
-    adapt(decoder, prefix, switch)
+    adapt(decoder, prefix, switch, _head_of(model))
+
+
+def _head_of(model: CausalLM) -> NamedHead | None:
+    """The head, of a model whose answers come from it."""
+    if model.embeds:
+        return None
+    (name,) = (prefix.removesuffix(".") for prefix, module in model.walk() if module is model.lm_head)
+    return name, model.lm_head
 
 
 def _decoder_of(model: CausalLM) -> tuple[str, Module]:
-    """The part of a model that adapters may change (towers and heads are not), and its tensors' prefix."""
+    """The part of a model that adapters may change beside its head (towers are not), and its tensors' prefix."""
     decoder: object = model.model
     for prefix, module in model.walk():
         if module is decoder:
@@ -88,11 +119,51 @@ def _decoder_of(model: CausalLM) -> tuple[str, Module]:
     raise ModelLoadError(f"{type(model).__name__} has no layers that an adapter could change")
 
 
+@dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """The model's own weights, for comparing with the copies that adapters bring."""
+
+    path: Path
+    names: Mapping[str, str]
+    """Target -> its tensor in the checkpoint."""
+
+    def check(self, file: Path, target: str, tensor: str, stored: Any) -> None:
+        """Refuse an adapter whose copy of a weight is not the model's.
+
+        Raises:
+            CheckpointError: it is another weight, of another vocabulary or trained on.
+        """
+        checkpoint = open_checkpoint(self.path)
+        try:
+            own, copy = checkpoint.load(self.names[target]), stored.get_slice(tensor)
+            shape = tuple(copy.get_shape())
+            if shape != tuple(own.shape):
+                raise CheckpointError(f"{file}: {tensor} has shape {shape}, the model needs {tuple(own.shape)}")
+            apart = size = 0.0
+            for start in range(0, shape[0], _ROWS_AT_ONCE):
+                rows = torch.arange(start, min(shape[0], start + _ROWS_AT_ONCE))
+                mine = own[rows].float() if isinstance(own, Tensor) else own.rows(rows).dequantize(torch.float32)
+                apart += float((copy[start : start + len(rows)].float() - mine).square().sum())
+                size += float(mine.square().sum())
+        finally:
+            checkpoint.close()
+        # Packed weights are only near what they were made of.
+        most = _MAX_ROUNDING if isinstance(own, Tensor) else _MAX_PACKING
+        if not apart <= most**2 * size:
+            raise CheckpointError(
+                f"{file}: {tensor} is not the model's own {target}: the adapter belongs to a changed base model"
+            )
+
+
 class AdapterRegistry:
     """The adapters of one model, by name. Safe to use from several threads; requests keep what they began with."""
 
-    def __init__(self, targets: Mapping[str, AdapterTarget], placement: Placement) -> None:
+    def __init__(
+        self, targets: Mapping[str, AdapterTarget], placement: Placement, base: BaseWeights, *, tied_head: str | None
+    ) -> None:
+        """`tied_head`: the name of a head that multiplies by the token table."""
         self._targets = targets
+        self._base, self._tied_head = base, tied_head
         self._by_tail = _tails(targets)
         self._placement = placement
         self._adapters: dict[str, Adapter] = {}
@@ -153,6 +224,7 @@ class AdapterRegistry:
             with safe_open(file, "pt") as stored:
                 pairs, modules = self._checked_pairs(file, stored)
                 _check_promises(path / CONFIG_FILE, config, modules)
+                self._check_tying(path / CONFIG_FILE, config, pairs)
                 weights = self._joined(file, stored, pairs, scale_of)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: not readable: {error}") from None
@@ -163,15 +235,25 @@ class AdapterRegistry:
         """Target name -> names of its A and B, all shapes checked by the header; and the file's modules -> rank."""
         found: dict[str, dict[str, str]] = {}
         modules: dict[str, int] = {}
+        copies: dict[str, str] = {}
         for tensor in stored.keys():  # noqa: SIM118  (not a mapping)
+            if (copy := _BASE_KEY.fullmatch(tensor)) is not None:
+                copies[self._target_name(file, copy[1])] = tensor
+                continue
             match = _KEY.fullmatch(tensor)
             if match is None:
-                raise CheckpointError(f"{file}: {tensor} is not part of a LoRA adapter of linear layers")
-            found.setdefault(self._target_name(file, match[1]), {})[match[2]] = tensor
-            if match[2] == "A":
+                raise CheckpointError(f"{file}: {tensor} is not part of a LoRA adapter")
+            target = self._target_name(file, match[1])
+            if self._targets[target].is_table != (match[3] is not None):
+                layout = "lora_embedding_A and _B" if self._targets[target].is_table else "lora_A and lora_B"
+                raise CheckpointError(f"{file}: {tensor}: an adapter of {target} has {layout}")
+            found.setdefault(target, {})[match[2] or match[3]] = tensor
+            if (match[2] or match[3]) == "A":
                 modules[match[1]] = next(iter(stored.get_slice(tensor).get_shape()), 0)
         if not found:
             raise CheckpointError(f"{file}: it holds no tensors")
+        for target, tensor in copies.items():
+            self._base.check(file, target, tensor, stored)
         pairs: dict[str, tuple[str, str]] = {}
         for target, parts in found.items():
             if len(parts) != 2:
@@ -181,12 +263,19 @@ class AdapterRegistry:
             pairs[target] = parts["A"], parts["B"]
         return pairs, modules
 
+    def _check_tying(self, file: Path, config: Mapping[str, Any], pairs: Mapping[str, tuple[str, str]]) -> None:
+        is_shared = any(name == self._tied_head or self._targets[name].is_table for name in pairs)
+        if is_shared and self._tied_head is not None and config.get("ensure_weight_tying"):
+            raise CheckpointError(
+                f"{file}: ensure_weight_tying: one adapter for a token table and the head tied to it is not supported"
+            )
+
     def _target_name(self, file: Path, name: str) -> str:
         if name in self._targets:
             return name
         tail = self._by_tail.get(_tail(name))
         if tail is None:
-            raise CheckpointError(f"{file}: the model has no linear layer {name} that an adapter could change")
+            raise CheckpointError(f"{file}: the model has no layer {name} that an adapter could change")
         return tail
 
     def _check_shapes(self, file: Path, stored: Any, target: str, down: str, up: str) -> None:
@@ -202,7 +291,7 @@ class AdapterRegistry:
     def _joined(
         self, file: Path, stored: Any, pairs: Mapping[str, tuple[str, str]], scale_of: Callable[[str, int], float]
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """One A and one B per linear layer: those of its projections, side by side."""
+        """One A and one B per layer: those of its projections, side by side; A of a token table by its rows."""
         by_layer: dict[str, list[tuple[AdapterTarget, Tensor, Tensor]]] = {}
         for target_name, (down_name, up_name) in pairs.items():
             target = self._targets[target_name]
@@ -213,6 +302,10 @@ class AdapterRegistry:
             by_layer.setdefault(target.key, []).append((target, down, up))
         joined = {}
         for key, parts in by_layer.items():
+            if parts[0][0].is_table:
+                (_, down, up), *_ = parts
+                joined[key] = self._placed(down.T), self._placed(up)
+                continue
             up = torch.zeros(parts[0][0].total, sum(len(down) for _, down, _ in parts))
             column = 0
             for target, down, part in parts:

@@ -8,23 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vkit.block_table import BlockTable
 from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.cache.store import TensorStore
+from vkit.decode_inputs import DecodeInputs, DecodeShape
 from vkit.kernels import PagedBatch, StateBatch
+from vkit.plan_arrays import (
+    IntArray,
+    Shares,
+    TokenRun,
+    axis_positions,
+    last_rows,
+    spans_of,
+    state_targets,
+    token_ids_of,
+)
+from vkit.sampled import SampledTokens
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus
+from vkit.staging import Staging, packed_bytes
 
-IntArray = NDArray[np.int64]
 T = TypeVar("T")
 
 _FEW = 16
 """Sequences up to which a decoding step is put together number by number."""
+_UNKNOWN = -1
+"""Stands for the id of a token that only the device knows."""
 
 
 @dataclass(slots=True)
@@ -121,51 +136,6 @@ class _Row:
     """Per group, the last of them."""
 
 
-class _BlockTable:
-    """One group's block table on the host, and its twin on the device: the same memory where the device is the host."""
-
-    def __init__(self, num_rows: int, num_columns: int, device: torch.device, *, is_shared: bool) -> None:
-        self.host = np.zeros((num_rows, num_columns), np.int32)
-        shared = torch.from_numpy(self.host)
-        self.device = shared if is_shared else shared.to(device, copy=True)
-        self._is_shared = is_shared
-        self._changes: list[tuple[int, int, int]] = []
-
-    def write(self, row: int, start: int, block_ids: list[int]) -> None:
-        """Put block ids at columns start, start + 1, ... of a row."""
-        self.host[row, start : start + len(block_ids)] = block_ids
-        if not self._is_shared:
-            self._changes.append((row, start, start + len(block_ids)))
-
-    def upload(self) -> None:
-        """Bring the device's twin up to date."""
-        if self._changes:
-            for row, start, stop in self._changes:
-                self.device[row, start:stop] = torch.from_numpy(self.host[row, start:stop])
-            self._changes.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRun:
-    """Tokens of a running sequence that a drafter runs through a model of its own."""
-
-    sequence: Sequence
-    start: int
-    token_ids: list[int]
-    num_logits: int
-    """Rows wanted, for the last of the tokens."""
-
-    num_drafts = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens."""
-        return len(self.token_ids)
-
-
-Shares: TypeAlias = SequenceABC[ScheduledSequence | TokenRun]
-
-
 class BatchBuilder:
     """Turns plans into batches. Owns the rows: one per running sequence, given back when it ends or is preempted."""
 
@@ -182,40 +152,96 @@ class BatchBuilder:
         self._store = store
         self._block_size = block_size
         self._device = device
+        self._staging = Staging(device)
         is_paged = [group.kind is not CacheKind.STATE for group in groups]
         num_columns = -(-max_model_len // block_size)
+        # One row more than sequences: that of padding, whose every block is the null block.
         self._tables = [
-            _BlockTable(max_num_seqs if paged else 0, num_columns, device, is_shared=device.type == "cpu")
+            BlockTable(max_num_seqs + 1 if paged else 0, num_columns, device, is_shared=device.type == "cpu")
             for paged in is_paged
         ]
+        self._padding_row = max_num_seqs
+        self._inputs: DecodeInputs | None = None
         self._paged_groups = [index for index, paged in enumerate(is_paged) if paged]
         self._state_groups = [index for index, paged in enumerate(is_paged) if not paged]
         self._none_fresh = torch.zeros(_FEW, dtype=torch.bool, device=device)
         self._rows: dict[str, _Row] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
-    def build(self, plan: Plan) -> Batch:
-        """The tensors of this plan, rows in the order of `plan.scheduled`."""
-        for sequence_id in plan.finished_ids:
-            self._release(sequence_id)
+    def build(self, plan: Plan, sampled: SampledTokens | None = None) -> Batch:
+        """The tensors of this plan, rows in the order of `plan.scheduled`.
+
+        `sampled`: where the ids of tokens are that the host does not know yet.
+        """
         scheduled = plan.scheduled
-        row_list, token_ids = self._collect(scheduled)
-        if 0 < len(scheduled) <= _FEW and all(
-            item.num_tokens == item.num_logits == 1 and not item.sequence.media for item in scheduled
+        row_list, token_ids = self._collect(plan)
+        if (
+            self._device.type == "cpu"
+            and 0 < len(scheduled) <= _FEW
+            and _UNKNOWN not in token_ids
+            and all(item.num_tokens == item.num_logits == 1 and not item.sequence.media for item in scheduled)
         ):
             return self._build_decode(scheduled, row_list, token_ids)
-        return self._build(scheduled, row_list, token_ids)
+        return self._build(scheduled, row_list, token_ids, sampled)
+
+    def reserve_decode_inputs(self, capacity: int) -> None:
+        """Set memory apart for decoding steps of up to `capacity` sequences that are to be captured."""
+        counts = len(self._paged_groups), len(self._state_groups)
+        self._inputs = DecodeInputs(capacity, *counts, padding_row=self._padding_row, device=self._device)
+
+    def fill_decode_inputs(self, plan: Plan, size: int, sampled: SampledTokens | None = None) -> None:
+        """Put a plan of one token per sequence where captured steps of `size` rows read it; the rest is padding."""
+        assert self._inputs is not None, "reserved before"
+        scheduled = plan.scheduled
+        row_list, token_ids = self._collect(plan)
+        rows, starts = np.array(row_list, np.int64), np.array([item.start for item in scheduled], np.int64)
+        states = [
+            np.array([item.sequence.block_ids[group][item.sequence.state_row] for item in scheduled], np.int64)
+            for group in self._state_groups
+        ]
+        turns = np.array([item.sequence.position_delta for item in scheduled], np.int64)
+        arrays = self._inputs.filled(
+            size, np.array(token_ids, np.int64), starts, starts + turns, rows, self._slots(rows, starts), states
+        )
+        self._upload(arrays, self._inputs.memory)
+        self._take_sampled(self._inputs.token_ids[: len(rows)], self._unknown(scheduled, token_ids, sampled), sampled)
+
+    def padded(self, shape: DecodeShape) -> Batch:
+        """A batch over the memory that `fill_decode_inputs` fills. Lengths on the host are bounds there."""
+        assert self._inputs is not None, "reserved before"
+        fields, size = self._inputs.fields(shape), shape.num_rows
+        paged = [
+            PagedBatch(
+                self._tables[group].device, fields.rows, slots, fields.seq_lens, fields.cu_seqlens, *fields.hosts()
+            )
+            for group, slots in zip(self._paged_groups, fields.slots, strict=True)
+        ]
+        return Batch(
+            token_ids=fields.token_ids,
+            positions=fields.positions,
+            cu_seqlens=fields.cu_seqlens,
+            seq_lens=fields.seq_lens,
+            rows=fields.rows,
+            is_fresh=fields.is_fresh,
+            logits_rows=fields.logits_rows,
+            paged=self._by_group(self._paged_groups, paged),
+            state_blocks=self._by_group(self._state_groups, fields.states),
+            store=self._store,
+            host_cu_seqlens=list(range(size + 1)),
+        )
 
     def build_runs(self, runs: list[TokenRun]) -> Batch:
         """The tensors of tokens that are no part of a plan, over sequences that were part of the last one."""
         row_list = [self._rows[run.sequence.id].index for run in runs]
-        return self._build(runs, row_list, [token_id for run in runs for token_id in run.token_ids])
+        return self._build(runs, row_list, [token_id for run in runs for token_id in run.token_ids], None)
 
     def capacity(self, sequence: Sequence) -> int:
         """Positions of a sequence that have slots."""
         return min(len(sequence.block_ids[group]) for group in self._paged_groups) * self._block_size
 
-    def _build(self, scheduled: Shares, row_list: list[int], token_ids: list[int]) -> Batch:
+    def _build(
+        self, scheduled: Shares, row_list: list[int], token_ids: list[int], sampled: SampledTokens | None
+    ) -> Batch:
         rows = np.array(row_list, np.int64)
         starts = np.array([item.start for item in scheduled], np.int64)
         counts = np.array([item.num_tokens for item in scheduled], np.int64)
@@ -230,37 +256,40 @@ class BatchBuilder:
             for group in self._state_groups
         ]
         verified = [b for b, item in enumerate(scheduled) if item.num_drafts] if self._state_groups else []
-        targets = [_state_targets(scheduled, group) for group in self._state_groups] if verified else []
+        targets = [state_targets(scheduled, group) for group in self._state_groups] if verified else []
         axes = (
-            _axis_positions(scheduled, positions, cu)
+            axis_positions(scheduled, positions, cu)
             if any(item.sequence.rope_positions is not None for item in scheduled)
             else None
         )
         ids = np.array(token_ids, np.int64)
         assert ids.shape == positions.shape, "a plan names tokens whose ids are not known yet"
         turned = positions if axes is None else axes[0]
-        wide = self._upload(
-            [ids, turned, _last_rows(cu, wanted), (starts == 0).astype(np.int64), *slots, *states, *targets]
+        unknown = self._unknown(scheduled, token_ids, sampled)
+        narrow = [rows.astype(np.int32), seq_lens.astype(np.int32), cu.astype(np.int32)]
+        uploaded = self._upload(
+            [*narrow, np.maximum(ids, 0), turned, last_rows(cu, wanted), starts == 0, *slots, *states, *targets]
         )
-        narrow = self._upload([rows.astype(np.int32), seq_lens.astype(np.int32), cu.astype(np.int32)])
+        narrow_parts, wide = uploaded[:3], uploaded[3:]
+        self._take_sampled(wide[0], unknown, sampled)
         hosts = row_list, seq_lens.tolist(), cu.tolist()
         num_paged = len(self._paged_groups)
         return Batch(
             token_ids=wide[0],
             positions=wide[1],
-            cu_seqlens=narrow[2],
-            seq_lens=narrow[1],
-            rows=narrow[0],
-            is_fresh=wide[3].bool(),
+            cu_seqlens=narrow_parts[2],
+            seq_lens=narrow_parts[1],
+            rows=narrow_parts[0],
+            is_fresh=wide[3],
             logits_rows=wide[2],
-            paged=self._paged(wide[4 : 4 + num_paged], narrow, hosts),
+            paged=self._paged(wide[4 : 4 + num_paged], narrow_parts, hosts),
             state_blocks=self._by_group(self._state_groups, wide[4 + num_paged :][: len(states)]),
             store=self._store,
             host_cu_seqlens=hosts[2],
             state_targets=self._by_group(self._state_groups, wide[4 + num_paged + len(states) :]) if verified else None,
             verified=verified,
             axis_positions=self._of_prompts(scheduled, axes),
-            spans=_spans(scheduled),
+            spans=spans_of(scheduled),
         )
 
     def _of_prompts(self, scheduled: Shares, axes: IntArray | None) -> Tensor | None:
@@ -269,10 +298,10 @@ class BatchBuilder:
             item.start >= item.sequence.num_prompt_tokens for item in scheduled if item.sequence.media
         ):
             return None
-        return torch.from_numpy(axes).to(self._device)
+        return self._upload([axes])[0]
 
     def _build_decode(self, scheduled: list[ScheduledSequence], rows: list[int], token_ids: list[int]) -> Batch:
-        """One token of each of a few sequences: the same as the general case in fewer, larger pieces.
+        """One token of each of a few sequences on a host: the same as the general case in fewer, larger pieces.
 
         After a step has read all weights, whatever the host does next misses the caches: what counts is how many
         different things it does (one sequence beside a 0.5B model on an EPYC core: 150 us instead of 200).
@@ -287,8 +316,8 @@ class BatchBuilder:
             wide += [int(host[row, at // size]) * size + at % size for row, at in zip(rows, starts, strict=True)]
         for group in self._state_groups:
             wide += [item.sequence.block_ids[group][item.sequence.state_row] for item in scheduled]
-        parts = self._on_device(np.array(wide, np.int64)).split(count)
-        narrow = list(self._on_device(np.array([*rows, *seq_lens, *cu], np.int32)).split([count, count, count + 1]))
+        parts = torch.from_numpy(np.array(wide, np.int64)).split(count)
+        narrow = list(torch.from_numpy(np.array([*rows, *seq_lens, *cu], np.int32)).split([count, count, count + 1]))
         num_paged = len(self._paged_groups)
         return Batch(
             token_ids=parts[0],
@@ -304,8 +333,11 @@ class BatchBuilder:
             host_cu_seqlens=cu,
         )
 
-    def _collect(self, scheduled: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
+    def _collect(self, plan: Plan) -> tuple[list[int], list[int]]:
         """Bring the tables up to date; the row of each sequence and the ids of all tokens."""
+        for sequence_id in plan.finished_ids:
+            self._release(sequence_id)
+        scheduled = plan.scheduled
         rows: list[int] = []
         token_ids: list[int] = []
         known_rows, paged_groups = self._rows, self._paged_groups
@@ -320,9 +352,10 @@ class BatchBuilder:
                     self._copy_blocks(row, group, block_ids)
             rows.append(row.index)
             if item.num_tokens == 1 and not item.num_drafts:
-                token_ids.append(sequence.token_ids[item.start])
+                known = sequence.token_ids
+                token_ids.append(known[item.start] if item.start < len(known) else _UNKNOWN)
             else:
-                token_ids.extend(_token_ids(item))
+                token_ids.extend(token_ids_of(item))
         return rows, token_ids
 
     def _copy_blocks(self, row: _Row, group: int, block_ids: list[int]) -> None:
@@ -364,10 +397,8 @@ class BatchBuilder:
         """Per cache group, where its tokens lie."""
         batches = []
         for group, slot_mapping in zip(self._paged_groups, slots, strict=True):
-            table = self._tables[group]
-            table.upload()
             rows, seq_lens, cu_seqlens = narrow
-            batches.append(PagedBatch(table.device, rows, slot_mapping, seq_lens, cu_seqlens, *hosts))
+            batches.append(PagedBatch(self._tables[group].device, rows, slot_mapping, seq_lens, cu_seqlens, *hosts))
         return self._by_group(self._paged_groups, batches)
 
     def _by_group(self, groups: list[int], values: list[T]) -> list[T | None]:
@@ -383,67 +414,45 @@ class BatchBuilder:
             for group in self._paged_groups
         ]
 
-    def _upload(self, arrays: list[NDArray[np.int64]] | list[NDArray[np.int32]]) -> list[Tensor]:
-        """The arrays as tensors on the device, in one copy."""
-        if self._device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
-        return list(torch.split(self._on_device(np.concatenate(arrays)), [len(array) for array in arrays]))
-
-    def _on_device(self, values: NDArray[Any]) -> Tensor:
-        if self._device.type == "cpu":
-            return torch.from_numpy(values)
-        return torch.from_numpy(values).pin_memory().to(self._device, non_blocking=True)
-
-
-def _token_ids(item: ScheduledSequence) -> list[int]:
-    """The ids of a sequence's share: known tokens, then drafts."""
-    sequence = item.sequence
-    stop = item.start + item.num_tokens - item.num_drafts
-    ids = sequence.token_ids[item.start : stop]
-    return ids + sequence.draft_token_ids[: item.num_drafts] if item.num_drafts else ids
-
-
-def _state_targets(scheduled: Shares, group: int) -> IntArray:
-    """Where the state after each token goes: in a verification the rows after the current one, else that one."""
-    targets: list[int] = []
-    for item in scheduled:
-        table, row = item.sequence.block_ids[group], item.sequence.state_row
-        if item.num_drafts:
-            assert item.num_tokens == 1 + item.num_drafts <= len(table), "every state of a verification has a row"
-            targets.extend(table[(row + place) % len(table)] for place in range(1, item.num_tokens + 1))
+    def _upload(self, arrays: SequenceABC[NDArray[Any]], into: Tensor | None = None) -> list[Tensor]:
+        """The arrays on the device, with whatever changed in the block tables, in one copy."""
+        changes = [(table, found) for table in self._tables if (found := table.take_changes()) is not None]
+        flat = [array for _, found in changes for array in found]
+        if into is not None and packed_bytes([*arrays, *flat]) > into.shape[0]:
+            uploaded = [*self._staging.upload(arrays, into), *self._staging.upload(flat)]
         else:
-            targets.extend([-1] * (item.num_tokens - 1) + [table[row]])
-    return np.array(targets, np.int64)
+            uploaded = self._staging.upload([*arrays, *flat], into)
+        for index, (table, _) in enumerate(changes):
+            places, block_ids = uploaded[len(arrays) + 2 * index :][:2]
+            table.apply(places, block_ids)
+        return uploaded[: len(arrays)]
 
+    @staticmethod
+    def _unknown(
+        scheduled: Shares, token_ids: list[int], sampled: SampledTokens | None
+    ) -> tuple[list[int], list[int]] | None:
+        """Tokens of the step whose ids only the device knows, and their rows among what was sampled."""
+        if _UNKNOWN not in token_ids:
+            return None
+        assert sampled is not None, "a plan names tokens whose ids are not known yet"
+        places: list[int] = []
+        rows: list[int] = []
+        place = 0
+        for item in scheduled:
+            if token_ids[place] == _UNKNOWN:
+                places.append(place)
+                rows.append(sampled.rows[item.sequence.id])
+            place += item.num_tokens
+        return places, rows
 
-def _axis_positions(scheduled: Shares, indices: IntArray, cu: IntArray) -> IntArray:
-    """(3, T): every token's position in time, row and column; `indices` (T,) are the places in their sequences."""
-    axes: IntArray = np.broadcast_to(indices, (3, len(indices))).copy()
-    for item, first, beyond in zip(scheduled, cu, cu[1:], strict=False):
-        sequence = item.sequence
-        if sequence.rope_positions is not None:
-            own = sequence.rope_positions[:, item.start : item.start + item.num_tokens]
-            axes[:, first:beyond] += sequence.position_delta
-            axes[:, first : first + own.shape[1]] = own
-    return axes
-
-
-def _spans(scheduled: Shares) -> list[list[tuple[int, int]]] | None:
-    """Per sequence the runs of media that see themselves, if any of them is computed in this step."""
-    found = [
-        [span for placed in item.sequence.media if placed.item.sees_itself for span in placed.spans]
-        for item in scheduled
-    ]
-    is_seen = any(
-        start < item.start + item.num_tokens and stop > item.start
-        for item, spans in zip(scheduled, found, strict=True)
-        for start, stop in spans
-    )
-    return found if is_seen else None
-
-
-def _last_rows(cu: IntArray, wanted: IntArray) -> IntArray:
-    """Indices of the last wanted[b] tokens of each sequence, in order."""
-    before = np.cumsum(wanted) - wanted
-    rows: IntArray = np.arange(wanted.sum()) + np.repeat(cu[1:] - wanted - before, wanted)
-    return rows
+    def _take_sampled(
+        self, token_ids: Tensor, unknown: tuple[list[int], list[int]] | None, sampled: SampledTokens | None
+    ) -> None:
+        """Write the ids that only the device knows to their places in token_ids (T,)."""
+        if unknown is None or sampled is None:
+            return
+        places, rows = self._staging.upload([np.array(part, np.int64) for part in unknown])
+        if len(rows) == len(token_ids):
+            torch.index_select(sampled.ids, 0, rows, out=token_ids)
+        else:
+            token_ids.index_copy_(0, places, sampled.ids.index_select(0, rows))

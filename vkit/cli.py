@@ -22,11 +22,12 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from vkit import __version__, discovery, env
 from vkit.command import command_of, group_of
 from vkit.errors import ExitStatus, UsageError, VkitError
+from vkit.plain_option import with_plain_values
 
 PROGRAM = "vkit"
 TERMINATED = 128 + signal.SIGTERM
@@ -72,6 +73,11 @@ class RootGroup(TyperGroup):
     def get_help_option_names(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         """Spellings of the help flag, in a fixed order."""
         return list(ctx.help_option_names)
+
+    def get_help_option(self, ctx: typer.Context) -> TyperOption | None:  # type: ignore[override]
+        """The help flag."""
+        option = super().get_help_option(ctx)
+        return None if option is None else with_plain_values(option)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[Any, Any, list[str]]:  # type: ignore[override]
         """The command that `args` begin with, telling on stderr if others claimed its name."""

@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from vkit import env
 from vkit.errors import UsageError
+from vkit.plain_option import with_plain_values
 
 CONFIG_FLAG = "--config"
 CONFIG_NAME = "config"
@@ -56,6 +57,8 @@ class Command(TyperCommand):
         if not any(CONFIG_FLAG in param.opts for param in self.params):
             self.params.append(_config_option())
         for param in self.params:
+            if isinstance(param, TyperOption):
+                with_plain_values(param)
             if isinstance(param, TyperOption) and param.metavar is None and param.type_descriptor.is_ranged:
                 param.metavar = param.type_descriptor.ranged_type_name.upper()  # the range itself follows the help
 
@@ -84,6 +87,11 @@ class Command(TyperCommand):
     def get_help_option_names(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         """Spellings of the help flag, in a fixed order."""
         return list(ctx.help_option_names)
+
+    def get_help_option(self, ctx: typer.Context) -> TyperOption | None:  # type: ignore[override]
+        """The help flag."""
+        option = super().get_help_option(ctx)
+        return None if option is None else with_plain_values(option)
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write the sections of the help page that list arguments and flags, one per panel."""

@@ -11,12 +11,12 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
 from vkit.kv_transfer import KVTransferConfig
-from vkit.speculative_config import SpeculativeSettings, parse_speculative_config
+from vkit.speculative_config import METHODS_OF_TOKENS, SpeculativeSettings, parse_speculative_config
 from vkit.weight_offload import EXPERT_FLAG, FLAG, MAX_CALM_SEQS, ExpertCacheSize, OffloadConfig
 
 DEFAULT_NUM_BLOCKS = 256
@@ -45,7 +45,7 @@ NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8
 SCHEDULING_POLICIES = ("fcfs", "priority", "lpm")
 PREFIX_CACHING_HASH_ALGOS = ("sha256", "sha256_cbor")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-QUANTIZATIONS = ("awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt")
+QUANTIZATIONS = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt")
 """Values of --quantization: what a checkpoint can be stored as."""
 CPU_PRECISIONS = ("fast", "exact")
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "llguidance")
@@ -134,6 +134,16 @@ class ModelFacts:
         """Blocks one sequence of `num_tokens` needs, over all groups, without the null block."""
         return sum(group.blocks_for(num_tokens, block_size, token_budget) for group in self.cache_groups)
 
+    def with_bytes(self, *, weights: int, activations: int, per_token: int, per_seq: int) -> ModelFacts:
+        """The same model, with other sizes in memory."""
+        return replace(
+            self,
+            num_weight_bytes=weights,
+            num_activation_bytes=activations,
+            activation_bytes_per_token=per_token,
+            activation_bytes_per_seq=per_seq,
+        )
+
     @property
     def is_full_attention_only(self) -> bool:
         """Whether every layer that keeps anything keeps every token."""
@@ -212,6 +222,10 @@ class EngineArgs:
     prefix_caching_hash_algo: str = "sha256"
     async_scheduling: bool | None = None
     """Plan the next step while the device runs this one; None: on for CUDA."""
+    enforce_eager: bool = False
+    """Run every step op by op: no captured decoding steps on CUDA, no recorded program on a CPU."""
+    cudagraph_capture_sizes: Sequence[int] | str | None = None
+    """Numbers of sequences that decoding steps are captured for, a list or "1,2,4"; None: 1, 2, 4, 8, and so on."""
     enable_jump_forward: bool = False
     """Append tokens that a grammar leaves no choice about without a step for each."""
     structured_outputs_backend: str = "auto"
@@ -236,8 +250,10 @@ class EngineArgs:
     """Most log-probabilities a request may ask for per position; -1: no limit."""
     deterministic: bool = False
     """Results never depend on which requests share a batch."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the model, each in a process and on a device of its own."""
     threads: int = 0
-    """CPU threads; 0: as many as this process may use."""
+    """CPU threads of each rank; 0: as many as this process may use, divided among the ranks on this host."""
     cpu_precision: str = "fast"
     kv_cache_dtype: str = "auto"
     """How keys and values are kept; auto: see `resolve_kv_cache_dtype`."""
@@ -282,6 +298,7 @@ class EngineArgs:
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_int("block_size", self.block_size, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_int("max_logprobs", self.max_logprobs, -1)
         for name in (
             "max_model_len",
@@ -305,9 +322,11 @@ class EngineArgs:
         for name in ("enable_prefix_caching", "async_scheduling"):
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
+        object.__setattr__(self, "cudagraph_capture_sizes", _capture_sizes(self.cudagraph_capture_sizes))
         for name in (
             "disable_chunked_mm_input",
             "enable_chunked_prefill",
+            "enforce_eager",
             "enable_jump_forward",
             "enable_lora",
             "deterministic",
@@ -352,6 +371,34 @@ class EngineArgs:
                     raise UsageError(f"{flag_of(name)}: cuts prompts, so it needs --enable-chunked-prefill")
         if self.device == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect with --device cuda")
+        if self.capture_sizes:
+            if self.enforce_eager:
+                raise UsageError("--cudagraph-capture-sizes: nothing is captured with --enforce-eager")
+            if self.capture_sizes[-1] > self.max_num_seqs:
+                raise UsageError(
+                    f"--cudagraph-capture-sizes: {self.capture_sizes[-1]} is above --max-num-seqs {self.max_num_seqs}"
+                )
+        if self.tensor_parallel_size > 1:
+            self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Refuse what several ranks do not do together."""
+        speculation = self.speculation
+        refused = {
+            "--cudagraph-capture-sizes": bool(self.capture_sizes),
+            "--enable-lora": self.enable_lora,
+            "--kv-transfer-config": self.kv_transfer_config is not None,
+            "--offload-config": self.offload_config is not None,
+            "--moe-expert-cache": self.moe_expert_cache is not None,
+            f"--speculative-config: method: {speculation.method if speculation else ''}": speculation is not None
+            and speculation.method not in METHODS_OF_TOKENS,
+        }
+        for what, is_given in refused.items():
+            if is_given:
+                raise UsageError(
+                    f"{what}: does not work with --tensor-parallel-size {self.tensor_parallel_size}",
+                    remedy="leave one of them out",
+                )
 
     @property
     def speculation(self) -> SpeculativeSettings | None:
@@ -359,6 +406,13 @@ class EngineArgs:
         settings = self.speculative_config
         assert settings is None or isinstance(settings, SpeculativeSettings)
         return settings
+
+    @property
+    def capture_sizes(self) -> tuple[int, ...]:
+        """Numbers of sequences that decoding steps are captured for, ascending; none: chosen by the engine."""
+        sizes = self.cudagraph_capture_sizes
+        assert sizes is None or isinstance(sizes, tuple)
+        return sizes or ()
 
     def _check_media(self, model: ModelFacts) -> None:
         """Refuse what only means something for models that take media."""
@@ -383,6 +437,8 @@ class EngineArgs:
             raise UsageError(f"--device: {self.device} was asked for, but the device found is {device.kind}")
         if device.kind == "cuda" and self.cpu_precision != "fast":
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect on {device.kind}")
+        if device.kind != "cuda" and self.capture_sizes:
+            raise UsageError(f"--cudagraph-capture-sizes: has no effect on {device.kind}, only with --device cuda")
         if self.gguf_dequantize and model.format != "gguf":
             raise UsageError(f"--gguf-dequantize: {model.name} is a {model.format} checkpoint, not a GGUF file")
         self._check_media(model)
@@ -445,6 +501,8 @@ class EngineArgs:
             limit_mm_per_prompt=limits,
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             async_scheduling=device.kind == "cuda" if self.async_scheduling is None else self.async_scheduling,
+            enforce_eager=self.enforce_eager,
+            cudagraph_capture_sizes=self.capture_sizes,
             enable_jump_forward=self.enable_jump_forward,
             enable_lora=self.enable_lora,
             lora_modules=tuple(self.lora_modules),
@@ -458,6 +516,7 @@ class EngineArgs:
             kv_cache_metrics=self.kv_cache_metrics,
             max_logprobs=self.max_logprobs,
             deterministic=self.deterministic,
+            tensor_parallel_size=self.tensor_parallel_size,
             threads=self.threads or device.num_threads,
             cpu_precision=self.cpu_precision,
             kv_cache_dtype=resolve_kv_cache_dtype(self, model.dtype, device),
@@ -505,6 +564,9 @@ class EngineConfig:
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     prefix_caching_hash_algo: str
     async_scheduling: bool
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    """Numbers of sequences that decoding steps are captured for; none: the engine's own choice."""
     enable_jump_forward: bool
     enable_lora: bool = False
     lora_modules: tuple[str, ...] = ()
@@ -521,6 +583,7 @@ class EngineConfig:
     kv_cache_metrics: bool = False
     max_logprobs: int
     deterministic: bool
+    tensor_parallel_size: int = 1
     threads: int
     cpu_precision: str
     kv_cache_dtype: str
@@ -572,6 +635,17 @@ def _class_paths(given: str | Sequence[str]) -> tuple[str, ...]:
         if len(parts) != 2 or not all(part.isidentifier() for whole in parts for part in whole.split(".")):
             raise UsageError(f"--logits-processors: expected module:Class, got {path!r}")
     return tuple(dict.fromkeys(paths))
+
+
+def _capture_sizes(given: Sequence[int] | str | None) -> tuple[int, ...] | None:
+    """The numbers, ascending; a text is a list with commas."""
+    if given is None:
+        return None
+    items = given.split(",") if isinstance(given, str) else list(given)
+    sizes = [int(item) if isinstance(item, str) and item.strip().isdigit() else item for item in items]
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise UsageError(f"--cudagraph-capture-sizes: expected positive numbers such as 1,2,4,8, got {given!r}")
+    return tuple(sorted({size for size in sizes if isinstance(size, int)}))
 
 
 def _base_name(model: str) -> str:
@@ -743,6 +817,7 @@ class _Sizing:
 
     def from_share(self, share: float) -> PoolSize:
         """A pool that fills the given share of the device's memory."""
+        self._check_free(share)
         per_block = self.bytes_per_block
         if per_block == 0:
             return PoolSize(self.blocks_for(self.max_model_len), self.max_model_len)
@@ -750,6 +825,19 @@ class _Sizing:
         if num_blocks < 2:
             raise self.does_not_fit(self.blocks_for(self.max_model_len), share)
         return self.fitted(num_blocks, f"{share:g} of the {self.device.kind} memory")
+
+    def _check_free(self, share: float) -> None:
+        """Refuse to fill a share of a card that others hold part of: the cache would be smaller than was asked for."""
+        device, asked = self.device, int(self.device.total_bytes * share)
+        if device.kind == "cpu" or self.args.gpu_memory_utilization is None or device.available_bytes >= asked:
+            return
+        fits = math.floor(100 * device.available_bytes / device.total_bytes) / 100
+        taken = device.total_bytes - device.available_bytes
+        raise OutOfMemoryPreflight(
+            f"--gpu-memory-utilization {share:g}: {_gib(asked)} of {_gib(device.total_bytes)} are asked for,"
+            f" {_gib(device.available_bytes)} are free; other processes hold {_gib(taken)}",
+            remedy=f"--gpu-memory-utilization {fits:g} would fit, or end what else runs on the card",
+        )
 
     def from_default(self) -> PoolSize:
         """256 blocks, or what one sequence of max_model_len needs if that is more and fits."""

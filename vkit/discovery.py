@@ -6,9 +6,12 @@ Built-in commands come through the same group as everyone's. Nothing is imported
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, distributions, entry_points
+from functools import lru_cache
+from importlib.metadata import Distribution, EntryPoint, distribution, distributions
 from typing import Any, TypeVar
 
 from vkit import env
@@ -67,7 +70,7 @@ def find(group: str) -> Found:
     A name claimed twice goes to the built-in, else to the distribution first in alphabet; the clash is told.
     """
     allowed = env.PLUGINS.read()
-    every = sorted(map(_offer, entry_points(group=group)), key=lambda o: (not o.is_builtin, o.distribution, o.name))
+    every = sorted(map(_offer, _points(group)), key=lambda o: (not o.is_builtin, o.distribution, o.name))
     offers: dict[str, Offer] = {}
     clashes: dict[str, str] = {}
     for offer in every:
@@ -77,6 +80,30 @@ def find(group: str) -> Found:
         if winner is not offer:
             clashes[offer.name] = _clash_line(group, winner, offer)
     return Found(offers, clashes, _missing_lines(allowed))
+
+
+def _points(group: str) -> list[EntryPoint]:
+    """The entry points of a group. All groups are read at once, and again when something was installed."""
+    return [point for point in _every_point(_state_of_path()) if point.group == group]
+
+
+@lru_cache(maxsize=1)
+def _every_point(state: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    """Every entry point of ours and of plug-ins, while the folders of the path are in this state."""
+    found: dict[str, Distribution] = {}
+    for candidate in distributions():
+        text = candidate.read_text("entry_points.txt") or ""
+        if f"[{GROUP_PREFIX}" not in text or candidate.name in found:  # names are read of few: each is a file to parse
+            continue
+        if distribution(candidate.name).read_text("entry_points.txt") == text:  # else one earlier on the path hides it
+            found[candidate.name] = candidate
+    points = (point for one in found.values() for point in one.entry_points)
+    return tuple(point for point in points if point.group.startswith(GROUP_PREFIX))
+
+
+def _state_of_path() -> tuple[tuple[str, int], ...]:
+    """The folders modules come from, and when something was last put into each."""
+    return tuple((folder, os.stat(folder or ".").st_mtime_ns) for folder in sys.path if os.path.isdir(folder or "."))
 
 
 def load(offer: Offer, build: Callable[[Any], T]) -> T:
@@ -101,10 +128,10 @@ def _broken(offer: Offer, error: BaseException) -> PluginError:
 
 
 def _offer(entry_point: EntryPoint) -> Offer:
-    distribution = entry_point.dist
-    if distribution is None:  # an entry point made by hand
+    owner = entry_point.dist
+    if owner is None:  # an entry point made by hand
         return Offer(entry_point.name, "unknown", "", entry_point)
-    return Offer(entry_point.name, env.normalised(distribution.name), distribution.version, entry_point)
+    return Offer(entry_point.name, env.normalised(owner.name), owner.version, entry_point)
 
 
 def _clash_line(group: str, winner: Offer, loser: Offer) -> str:
@@ -121,9 +148,9 @@ def _missing_lines(allowed: tuple[str, ...] | None) -> tuple[str, ...]:
     if not allowed:
         return ()
     known = {
-        env.normalised(distribution.name)
-        for distribution in distributions()
-        if any(point.group.startswith(GROUP_PREFIX) for point in distribution.entry_points)
+        env.normalised(one.name)
+        for one in distributions()
+        if any(point.group.startswith(GROUP_PREFIX) for point in one.entry_points)
     }
     return tuple(
         f"{env.PLUGINS.name}: no installed distribution {name!r} offers anything to vkit"

@@ -23,7 +23,7 @@ from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.cache.manager import KVCacheManager
 from vkit.cache.prefix import BlockHasher
 from vkit.cache.transfer import POLL_INTERVAL_S, KVTransfer
-from vkit.errors import InvalidRequest, UsageError
+from vkit.errors import EngineDeadError, InvalidRequest, UsageError
 from vkit.inputs import EngineRequest
 from vkit.logits import BatchLogitsProcessor
 from vkit.metrics import SLEEP_STATES, EngineMetrics, EngineStats, MetricFamily, Sample, gauge
@@ -39,6 +39,8 @@ from vkit.types import CompletionOutput, FinishReason, RequestOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vkit.sampled import PendingSamples, SampledTokens
+
 logger = logging.getLogger("vkit.engine")
 
 MAX_UNREAD_STEPS = 65536
@@ -49,8 +51,11 @@ LOG_INTERVAL_S = 10.0
 class ForwardPass(Protocol):
     """The part of a runner the engine needs."""
 
-    def prepare(self, plan: Plan) -> Any:
-        """Host work of a step; must be done before the next plan is made."""
+    def prepare(self, plan: Plan, sampled: SampledTokens | None = None, /) -> Any:
+        """Host work of a step; must be done before the next plan is made.
+
+        `sampled` is given only to a runner whose engine keeps tokens on the device.
+        """
 
     def execute(self, batch: Any) -> Tensor:
         """Logits (R, V) float32 of a prepared step."""
@@ -84,6 +89,14 @@ class PauseMode(StrEnum):
     KEEP = "keep"
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that has been launched and not been booked."""
+
+    plan: Plan
+    pending: PendingSamples
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
     """What the engine itself needs to know; the rest is in the parts it is given."""
@@ -97,6 +110,9 @@ class EngineSettings:
     prefix_caching_hash_algo: str = "sha256"
     prefix_caching_seed: str | None = None
     async_scheduling: bool = False
+    keeps_tokens_on_device: bool = False
+    """With `async_scheduling`: launch a step before the host knows the tokens of the one before. Else the next step is
+    planned, and no more, while this one runs."""
     logprobs_mode: str = "raw_logprobs"
     seed: int | None = None
     cache_dtype: str = "float32"
@@ -194,16 +210,24 @@ class Engine:
         self._pending_updates: list[SequenceUpdate] = []
         self._next_plan: Plan | None = None
         self._awake_parts: frozenset[str] = frozenset()
+        self._failure: EngineDeadError | None = None
         self._retry_with = 0
         """Most sequences of the next step, after one that ran out of memory; 0: no such limit."""
-        self._shadow = ThreadPoolExecutor(1, "vkit-shadow") if settings.async_scheduling else None
+        self._launches_ahead = settings.async_scheduling and settings.keeps_tokens_on_device
+        if self._launches_ahead and (proposer is not None or connector is not None or settings.pooling is not None):
+            raise ValueError("Engine: keeps_tokens_on_device, expected no proposer, connector or pooling beside it")
+        self._flight: _Flight | None = None
+        has_shadow = settings.async_scheduling and not self._launches_ahead
+        self._shadow = ThreadPoolExecutor(1, "vkit-shadow") if has_shadow else None
 
     # Requests
 
     @property
     def has_work(self) -> bool:
         """Whether a step could bring something forward."""
-        if self._ready or self._pending_updates or (self._next_plan is not None and not self._is_frozen):
+        if self._ready or self._pending_updates or self._flight is not None:
+            return True
+        if self._next_plan is not None and not self._is_frozen:
             return True
         if self._transfer is not None and self._transfer.has_pending:
             return True
@@ -274,19 +298,32 @@ class Engine:
                 ended.append(SequenceUpdate(sequence, []))
         self._report(ended)
 
+    def fail(self, failure: EngineDeadError) -> None:
+        """Have the next step fail, and wake who would run it: something the engine needs is gone. From any thread."""
+        self._failure = failure
+        self.wake()
+
     def abort_all(self) -> None:
         """End every request."""
         for request_id in [request.id for request in self._held] + list(self._ids):
             self.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what callers may see of it. Empty when nothing can go on."""
+        """Run one step and return what callers may see of it. Empty when nothing can go on.
+
+        Raises:
+            EngineDeadError: `fail` was called.
+        """
+        if self._failure is not None:
+            raise self._failure
         can_advance = not self._is_frozen and self.scheduler.has_unfinished
         if can_advance:
-            self._report(self._advance())
+            self._report(self._launch_ahead() if self._launches_ahead else self._advance())
         elif self._transfer is not None and self._transfer.has_pending:
             self._report(self._exchange())
-        if not can_advance or not self._has_shadow_ahead or not self.scheduler.has_unfinished:
+        if not can_advance or not self.scheduler.has_unfinished:
+            self._drain()
+        elif not self._has_shadow_ahead:
             self._settle()
         ready, self._ready = self._ready, []
         return ready
@@ -298,6 +335,40 @@ class Engine:
             return not self.is_stalled
         return self._next_plan is not None
 
+    def _launch_ahead(self) -> list[SequenceUpdate]:
+        """Plan and launch a step, and book the one before while the device runs this one.
+
+        A step whose rows depend on what the host knows of their outputs waits for the one before.
+        """
+        plan = self._take_plan()
+        if plan is None:
+            self.is_stalled = self._flight is None
+            return self._land() + [SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended()]
+        self.is_stalled = False
+        assert isinstance(self.sampler, Sampler), "what pools launches nothing ahead"
+        if not self.sampler.can_defer(plan):
+            self._report(self._land())  # by itself: one report has a sequence once
+            self.scheduler.drop_finished(plan)
+            self.scheduler.take_in_forced(plan)
+            return self._run(plan) if plan.scheduled else []
+        logits = self._forward(plan)
+        if logits is None:
+            return []
+        before, self._flight = self._flight, _Flight(plan, self.sampler.begin(logits, plan))
+        updates = [] if before is None else self._book(before)
+        return updates + [SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended()]
+
+    def _land(self) -> list[SequenceUpdate]:
+        """Wait for the step that was launched, and book it."""
+        flight, self._flight = self._flight, None
+        return [] if flight is None else self._book(flight)
+
+    def _book(self, flight: _Flight) -> list[SequenceUpdate]:
+        assert isinstance(self.sampler, Sampler), "what pools launches nothing ahead"
+        samples = self.sampler.finish(flight.pending, flight.plan)
+        self._observe_step(flight.plan, samples.num_corrupted)
+        return self.scheduler.commit(flight.plan, samples)
+
     def _advance(self) -> list[SequenceUpdate]:
         """Plan, run, sample, book."""
         plan = self._take_plan()
@@ -305,6 +376,10 @@ class Engine:
         if plan is None:
             updates = [SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended()]
             return updates + self._exchange()
+        return self._run(plan)
+
+    def _run(self, plan: Plan) -> list[SequenceUpdate]:
+        """Run a plan, sample, book."""
         logits = self._forward(plan)
         if logits is None:
             return []
@@ -359,7 +434,7 @@ class Engine:
             try:
                 if self._transfer is not None:
                     plan.connector_meta = self._transfer.build_meta(plan)
-                batch = self.runner.prepare(plan)
+                batch = self._prepare(plan)
                 self.sampler.begin_masks(plan)
                 shadow = self._start_shadow()
                 logits = self.runner.execute(batch)
@@ -374,8 +449,14 @@ class Engine:
         self._retry_with = 0
         return logits
 
+    def _prepare(self, plan: Plan) -> Any:
+        if self._flight is None:
+            return self.runner.prepare(plan)
+        return self.runner.prepare(plan, self._flight.pending.sampled)
+
     def _make_room(self, plan: Plan, error: Exception) -> None:
         """After a step that ran out of memory: try once more with half of its sequences, then give its sequences up."""
+        self._report(self._land())
         ahead, self._next_plan = self._next_plan, None
         sequences = [item.sequence for item in plan.scheduled]
         self.scheduler.preempt_all(plan, ahead)
@@ -516,7 +597,7 @@ class Engine:
         return is_reset
 
     def _reset_own(self, reset_running_requests: bool) -> bool:
-        self._settle()
+        self._drain()
         if reset_running_requests:
             self.scheduler.preempt_all(self._next_plan)
             self._next_plan = None
@@ -532,7 +613,7 @@ class Engine:
             raise InvalidRequest(f"level: expected 1 or 2, got {level!r}", param="level")
         for request_id in list(self._ids):
             self.abort(request_id)
-        self._settle()
+        self._drain()
         self.cache.reset_prefix_cache()
         self.scheduler.media.clear()
         _sleeper(self.runner).sleep(level)
@@ -561,7 +642,7 @@ class Engine:
     def close(self) -> None:
         """End what runs and stop the helper thread."""
         self.abort_all()
-        self._settle()
+        self._drain()
         self.stop_threads()
 
     def stop_threads(self) -> None:
@@ -578,6 +659,11 @@ class Engine:
         held, self._held = self._held, []
         for request in held:
             self.add_request(request)
+
+    def _drain(self) -> None:
+        """Book what the device is still at, then settle: nothing is left that names a block."""
+        self._report(self._land())
+        self._settle()
 
     def _settle(self) -> None:
         """Show what is left to show; forget a plan made ahead for sequences that have all ended since."""

@@ -162,6 +162,10 @@ class EngineThread:
         except _Stopped:
             self._deliver(self._engine.step())
             self._fail_all(EngineDeadError("the engine has been shut down"))
+        except EngineDeadError as error:
+            logger.error("the engine stopped: %s", error)
+            self._fail_all(error)
+            self._engine.stop_threads()
         except Exception as error:
             # Not one request's fault: everyone must hear of it, and nobody may wait for ever.
             logger.exception("the engine failed")

@@ -110,6 +110,12 @@ TRACEBACK: Variable[bool] = Variable(
     False,
     "1 prints the whole traceback of an error, for bug reports.",
 )
+TOKENIZER_CACHE: Variable[bool] = Variable(
+    "VKIT_TOKENIZER_CACHE",
+    parse_bool,
+    True,
+    "0 keeps no tables of a GGUF file's vocabulary in the cache folder, and reads none: every start builds them.",
+)
 
 NIM_SERVED_MODEL_NAME: Variable[tuple[str, ...]] = Variable(
     "NIM_SERVED_MODEL_NAME",
@@ -134,6 +140,7 @@ LMCACHE_HASH_ALGO: Variable[str] = Variable(
 VARIABLES: tuple[Variable[Any], ...] = (
     PLUGINS,
     TRACEBACK,
+    TOKENIZER_CACHE,
     NIM_SERVED_MODEL_NAME,
     LMCACHE_HOST,
     LMCACHE_PORT,

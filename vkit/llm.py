@@ -16,9 +16,9 @@ from typing import Any
 from vkit.beam_search import BeamSearchParams, beam_search
 from vkit.config import EngineArgs
 from vkit.engine_thread import EngineThread, close_with
-from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed
+from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed, UsageError
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, EngineRequest, Prompt, PromptOptions, checked_token_ids
-from vkit.loading import LoadedModel, ProgressCallback, load_model
+from vkit.loading import LoadedModel, ProgressCallback, check_model, load_model
 from vkit.media import KINDS, Media, MediaKind
 from vkit.media.conversation import split_media
 from vkit.metrics import MetricFamily
@@ -38,6 +38,21 @@ class LLM:
 
     def __init__(self, model: str, *, on_load_progress: ProgressCallback | None = None, **engine_args: Any) -> None:
         self._open(load_model(EngineArgs(model=str(model), **engine_args), on_load_progress))
+
+    @classmethod
+    def for_text(cls, model: str, *, on_load_progress: ProgressCallback | None = None, **engine_args: Any) -> LLM:
+        """The same, where only a model that generates text is of use: another is refused before its weights are read.
+
+        Raises:
+            UsageError: the model makes embeddings.
+        """
+        checked = check_model(EngineArgs(model=str(model), **engine_args), compiles_template=False)
+        if checked.embedding is not None:
+            raise UsageError(
+                f"{checked.checkpoint.name} makes embeddings and generates no text",
+                remedy="use LLM.embed, or vkit serve and POST /v1/embeddings",
+            )
+        return cls.from_loaded(checked.load(on_load_progress))
 
     @classmethod
     def from_loaded(cls, loaded: LoadedModel) -> LLM:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,9 +32,11 @@ from vkit.config import (
 )
 from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
-from vkit.device import Device, find_device, return_freed_memory
+from vkit.device import Device, find_device, return_device_memory, return_freed_memory
+from vkit.distributed import ALONE, Ranks
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
+from vkit.graphs import recorder_for
 from vkit.inputs import InputProcessor, MarksOf, RequestCheck
 from vkit.kv_transfer import KVTransferConfig
 from vkit.layers import AdapterSwitch, Experts
@@ -45,21 +48,26 @@ from vkit.loaders.quantizing import quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.media import KINDS, MediaProcessor
 from vkit.media.conversation import with_placeholders
+from vkit.memory import MemoryMeter, MemoryProfile, PoolSizing, meter_for, profile_memory
 from vkit.models import HFConfig, MediaContext, build_model, create_model, model_class
 from vkit.models.base import CausalLM
 from vkit.models.hf_config import CONTEXT_KEYS
 from vkit.models.offload import OffloadPlan, apply_offload, plan_offload
+from vkit.parallel.launch import Launch, check_launch, find_launch
+from vkit.parallel.shared_model import SharedModel
+from vkit.parallel.team import Team
 from vkit.parsers.events import ReplyContext
 from vkit.parsers.output import OutputParsers, open_parsers
 from vkit.pooling import EmbeddingForm, Pooling, embedding_form
 from vkit.runner import PreparedStep, Runner
+from vkit.sampled import SampledTokens
 from vkit.scheduler import SchedulerLimits
 from vkit.sequence import Plan, StepSamples
 from vkit.speculation.checkpoints import DraftPlan, has_draft_head, plan_drafts
 from vkit.speculation.drafter import Drafter, ModelProposer
 from vkit.speculation.proposer import Drafts, Proposer
 from vkit.speculation.support import check_plugins, check_processors, make_proposer
-from vkit.structured.compiler import GrammarCompiler, require_backend
+from vkit.structured.late import LateCompiler
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer, load_tokenizer
 from vkit.types import ReasoningMarks
@@ -89,8 +97,12 @@ class ResidentModel:
         progress: ProgressCallback | None,
         worker: WorkerSide | None = None,
         drafting: DraftPlan | None = None,
+        ranks: Ranks = ALONE,
+        sizing: PoolSizing | None = None,
     ) -> None:
-        """`worker` moves cache entries for a connector. `drafting`: how tokens are drafted, if they are."""
+        """`worker` moves cache entries for a connector. `drafting`: how tokens are drafted, if they are. `ranks`: who
+        shares the model. `sizing`: how the cache is sized anew once it is measured what else takes memory."""
+        self._ranks = ranks
         self._checkpoint = checkpoint
         self._config = config
         self._worker = worker
@@ -99,12 +111,15 @@ class ResidentModel:
         self._reader: FileReader | None = None
         self._switch = AdapterSwitch() if config.enable_lora else None
         self._model: CausalLM | None = self._build(progress)
+        meter = meter_for(torch.device(config.device)) if sizing is not None else None
+        if meter is not None and sizing is not None:
+            self._config = sizing.resized(config, self._profile(meter, sizing.used_bytes))
         self._runner: Runner | None = self._new_runner()
 
     def _build(self, progress: ProgressCallback | None = None) -> CausalLM:
         config, drafting = self._config, self._drafting
         has_head = has_draft_head(config.speculation, self._checkpoint)
-        model = build_model(self._checkpoint, config, progress, has_draft_head=has_head)
+        model = build_model(self._checkpoint, config, progress, has_draft_head=has_head, ranks=self._ranks)
         if config.offload_config is not None or config.moe_expert_cache is not None:
             plan = _offload_plan(model, self._checkpoint, config.offload_config, config.moe_expert_cache)
             self._reader = apply_offload(model, self._checkpoint, plan)
@@ -116,18 +131,46 @@ class ResidentModel:
 
     copies_states = Runner.copies_states
 
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with the cache as it came out."""
+        return self._config
+
+    def _profile(self, meter: MemoryMeter, used_before: int) -> MemoryProfile:
+        config = self._config
+        assert self._model is not None, "weights come before the profile"
+        return profile_memory(
+            meter,
+            lambda: self._make_runner(num_blocks=1, worker=None),
+            used_before=used_before,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            samples=not self._model.embeds,
+        )
+
     def _new_runner(self) -> Runner:
+        runner = self._make_runner(self._config.num_blocks, self._worker)
+        runner.capture()
+        return runner
+
+    def _make_runner(self, num_blocks: int, worker: WorkerSide | None) -> Runner:
         assert self._model is not None, "weights come before the cache"
         config = self._config
         specs = self._drafting.specs if self._drafting is not None else ()
+        captures = not config.enforce_eager and not self._model.embeds
         return Runner(
             self._model,
             config,
-            config.num_blocks,
+            num_blocks,
             self._switch,
-            self._worker,
+            worker,
             drafter=self._drafter,
             draft_specs=specs,
+            recorder=recorder_for(torch.device(config.device)) if captures else None,
+            capture_sizes=config.cudagraph_capture_sizes,
+            is_eager=config.enforce_eager,
         )
 
     def draft(self, plan: Plan, samples: StepSamples) -> list[Drafts]:
@@ -135,10 +178,10 @@ class ResidentModel:
         assert self._runner is not None, "a sleeping model runs no steps"
         return self._runner.draft(plan, samples)
 
-    def prepare(self, plan: Plan) -> PreparedStep:
-        """Host work of a step."""
+    def prepare(self, plan: Plan, sampled: SampledTokens | None = None) -> PreparedStep:
+        """Host work of a step. `sampled`: where the tokens are that only the device knows."""
         assert self._runner is not None, "a sleeping model runs no steps"
-        return self._runner.prepare(plan)
+        return self._runner.prepare(plan, sampled)
 
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32 of a prepared step."""
@@ -157,10 +200,11 @@ class ResidentModel:
 
     def sleep(self, level: int) -> None:
         """Give up the cache; at level 2, and wherever weights are not in host memory anyway, the weights."""
-        self._runner = None
+        self._drop_runner()
         if level == 2 or self._config.device != "cpu":
             self._drafter = None
             self._drop_model()
+        return_device_memory(torch.device(self._config.device))
 
     def wake_up(self, tags: frozenset[str]) -> None:
         """Bring back "weights", "kv_cache" or both. The cache needs the weights first."""
@@ -173,11 +217,18 @@ class ResidentModel:
 
     def close(self) -> None:
         """Free everything."""
-        self._runner = self._drafter = None
+        self._drop_runner()
+        self._drafter = None
         self._drop_model()
+        return_device_memory(torch.device(self._config.device))
         self._checkpoint.close()
         if self._drafting is not None:
             self._drafting.close()
+
+    def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
 
     def _drop_model(self) -> None:
         self._model = None
@@ -326,6 +377,8 @@ class CheckedModel:
     media: MediaProcessor | None = None
     drafting: DraftPlan | None = None
     """How tokens are drafted, if they are."""
+    sizing: PoolSizing | None = None
+    """What the size of the cache follows from; None: it stays as it is."""
 
     def load(self, progress: ProgressCallback | None = None) -> LoadedModel:
         """An engine with the weights in memory.
@@ -334,8 +387,7 @@ class CheckedModel:
             ModelLoadError: the weights cannot be read.
         """
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
-        torch.set_num_threads(config.threads)
-        kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
+        _configure(config)
         groups = group_layers(list(self.cache_specs))
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
         plugins = [processor.build(vocab_size) for processor in self.processors]
@@ -346,13 +398,17 @@ class CheckedModel:
         announced = _Announced()
         connector = self._connector(groups, announced)
         worker = None if connector is None else connector.worker
-        resident = ResidentModel(checkpoint, config, progress, worker, self.drafting)
+        resident, shared = self._in_memory(progress, worker)
+        config = resident.config
+        runner = resident if shared is None else shared
         proposer = _proposer(self.drafting, resident) if self.drafting is not None else None
         embedding = self.embedding
         own = engine_settings(config, vocab_size, embedding.pooling if embedding is not None else None)
-        engine = Engine(own, resident, groups, tokenizer, plugins=plugins, proposer=proposer, connector=connector)
+        engine = Engine(own, runner, groups, tokenizer, plugins=plugins, proposer=proposer, connector=connector)
         announced.engine = engine
-        grammars = GrammarCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
+        if shared is not None:
+            shared.watch_with(engine.fail)
+        grammars = LateCompiler(tokenizer, tokenizer.eos_token_ids | _configured_ends(checkpoint))
         inputs = InputProcessor(
             max_model_len=config.max_model_len,
             vocab_size=vocab_size,
@@ -378,7 +434,7 @@ class CheckedModel:
 
         def close() -> None:
             grammars.close()
-            resident.close()
+            runner.close()
 
         return LoadedModel(
             engine,
@@ -393,6 +449,22 @@ class CheckedModel:
             embedding=embedding,
             adapters=self.adapters,
         )
+
+    def _in_memory(
+        self, progress: ProgressCallback | None, worker: WorkerSide | None
+    ) -> tuple[ResidentModel, SharedModel | None]:
+        """This process's model, and what runs it together with the other ranks, if there are any."""
+        config, checkpoint = self.config, self.checkpoint
+        if config.tensor_parallel_size == 1:
+            return ResidentModel(checkpoint, config, progress, worker, self.drafting, ALONE, self.sizing), None
+        team = Team(config, find_launch())
+        with ExitStack() as undo:
+            undo.callback(team.kill)
+            # Without a sizing: ranks must agree on their cache, and each would measure its own.
+            resident = ResidentModel(checkpoint, config, progress, worker, self.drafting, team.ranks)
+            team.wait_ready()
+            undo.pop_all()
+        return resident, SharedModel(resident, team)
 
     def _connector(self, groups: list[CacheGroup], announced: _Announced) -> KVConnector | None:
         chosen = self.config.kv_transfer_config
@@ -423,33 +495,38 @@ class _Announced:
             self.engine.wake()
 
 
-def check_model(args: EngineArgs) -> CheckedModel:
+def check_model(args: EngineArgs, *, compiles_template: bool = True) -> CheckedModel:
     """The model that `args` names, checked; no weight byte is read.
+
+    Without `compiles_template` the model's own chat template is compiled when the first conversation comes.
 
     Raises:
         UsageError: a setting that cannot be.
         ModelLoadError: files missing or damaged, an unsupported model, or too little memory.
     """
+    if args.structured_outputs_backend != "auto" or args.enable_jump_forward:
+        from vkit.structured.compiler import require_backend
     if args.structured_outputs_backend != "auto":
         require_backend("--structured-outputs-backend")
     if args.enable_jump_forward:
         require_backend("--enable-jump-forward")
     if isinstance(args.kv_transfer_config, KVTransferConfig):
         check_connector_name(args.kv_transfer_config.kv_connector)
+    launch = find_launch()
+    check_launch(args.tensor_parallel_size, launch)
+    if launch is not None and launch.rank > 0:
+        from vkit.parallel.follower import follow_torchrun
+
+        raise SystemExit(follow_torchrun(args, launch))
     device = find_device(args.device)
-    checkpoint = quantized_as(open_checkpoint(Path(args.model), use_mmap=not args.no_mmap), args.quantization)
-    if args.mmproj is not None:
-        checkpoint = ProjectedCheckpoint(checkpoint, Path(args.mmproj), use_mmap=not args.no_mmap)
-    if isinstance(args.hf_overrides, Mapping):
-        if unknown := sorted(args.hf_overrides.keys() - checkpoint.config.keys()):
-            logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
-        checkpoint.config.update(args.hf_overrides)
+    _check_num_devices(args, device, launch)
+    checkpoint = _open_files(args)
     tokenizer = load_tokenizer(
         Path(args.tokenizer) if args.tokenizer else checkpoint,
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
     )
     processors = _processors(args.logits_processors)
-    template = _chat_template(tokenizer, args.chat_template, args.chat_template_content_format)
+    template = _chat_template(tokenizer, args.chat_template, args.chat_template_content_format, compiles_template)
     parsers = open_parsers(
         args.tool_parser,
         args.reasoning_parser,
@@ -461,13 +538,14 @@ def check_model(args: EngineArgs) -> CheckedModel:
     embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
     media = _media_processor(checkpoint, args, device, tokenizer)
     facts = dataclasses.replace(described.facts, media_kinds=media.kinds if media is not None else ())
-    config = args.resolve(facts, _device_facts(device))
+    device_facts = _share_of(_device_facts(device), args, launch)
+    config = args.resolve(facts, device_facts)
     if described.drafting is not None:
         if described.drafting.drafts_with_model and args.kv_transfer_config is not None:
             method = described.drafting.settings.method
             raise UsageError(
                 f"--kv-transfer-config: cannot go with drafts of {method}, whose own cache entries no connector keeps",
-                remedy="use the ngram method, or leave one of them out",
+                remedy="use ngram or suffix, or leave one of them out",
             )
         if embedding is not None:
             raise UsageError(f"--speculative-config: {checkpoint.name} makes embeddings and generates no tokens")
@@ -487,7 +565,73 @@ def check_model(args: EngineArgs) -> CheckedModel:
         adapters,
         media,
         described.drafting,
+        PoolSizing(args, facts, device_facts),
     )
+
+
+class _FileSettings(Protocol):
+    """Which files to read, and how."""
+
+    @property
+    def model(self) -> str:
+        """The checkpoint."""
+
+    @property
+    def mmproj(self) -> str | None:
+        """A tower's file."""
+
+    @property
+    def quantization(self) -> str | None:
+        """What the weights must be stored as."""
+
+    @property
+    def hf_overrides(self) -> Mapping[str, Any] | str | None:
+        """Keys of config.json to replace."""
+
+    @property
+    def no_mmap(self) -> bool:
+        """Whether files are read instead of mapped."""
+
+
+def _open_files(settings: _FileSettings) -> Checkpoint:
+    use_mmap = not settings.no_mmap
+    checkpoint = quantized_as(open_checkpoint(Path(settings.model), use_mmap=use_mmap), settings.quantization)
+    if settings.mmproj is not None:
+        checkpoint = ProjectedCheckpoint(checkpoint, Path(settings.mmproj), use_mmap=use_mmap)
+    overrides = settings.hf_overrides
+    if isinstance(overrides, Mapping):
+        if unknown := sorted(overrides.keys() - checkpoint.config.keys()):
+            logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
+        checkpoint.config.update(overrides)
+    return checkpoint
+
+
+def _configure(config: EngineConfig) -> None:
+    torch.set_num_threads(config.threads)
+    kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
+
+
+def open_share(config: EngineConfig, ranks: Ranks) -> ResidentModel:
+    """A rank's share of a model that rank 0 has checked, in memory.
+
+    Raises:
+        ModelLoadError: files missing or damaged on this rank's host.
+    """
+    _configure(config)
+    return ResidentModel(_open_files(config), config, None, ranks=ranks)
+
+
+def _check_num_devices(args: EngineArgs, device: Device, launch: Launch | None) -> None:
+    """Raises:
+    UsageError: fewer cards on this host than ranks.
+    """
+    size = args.tensor_parallel_size if launch is None else launch.local_size
+    if args.tensor_parallel_size == 1 or device.kind != "cuda":
+        return
+    if torch.cuda.device_count() < size:
+        raise UsageError(
+            f"--tensor-parallel-size: {size} ranks on this host need as many cards, {torch.cuda.device_count()} found"
+        )
 
 
 def _media_processor(
@@ -536,7 +680,9 @@ def describe_model(checkpoint: Checkpoint, args: EngineArgs, device: Device) -> 
         UsageError: tokens cannot be drafted as asked.
     """
     provisional = _provisional(args, checkpoint, device)
-    model = create_model(checkpoint, provisional, has_draft_head=has_draft_head(args.speculation, checkpoint))
+    ranks = Ranks(0, args.tensor_parallel_size)
+    has_head = has_draft_head(args.speculation, checkpoint)
+    model = create_model(checkpoint, provisional, has_draft_head=has_head, ranks=ranks)
     drafting = None
     specs = model.cache_specs()
     if args.speculation is not None:
@@ -609,6 +755,7 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         enable_prefix_caching=config.enable_prefix_caching,
         prefix_caching_hash_algo=config.prefix_caching_hash_algo,
         async_scheduling=config.async_scheduling,
+        keeps_tokens_on_device=keeps_tokens_on_device(config) and pooling is None,
         enable_jump_forward=config.enable_jump_forward,
         logprobs_mode=config.logprobs_mode,
         seed=config.seed,
@@ -620,6 +767,15 @@ def engine_settings(config: EngineConfig, vocab_size: int, pooling: Pooling | No
         measures_blocks=config.kv_cache_metrics,
         pooling=pooling,
     )
+
+
+def keeps_tokens_on_device(config: EngineConfig) -> bool:
+    """Whether a step is launched before the host knows the tokens of the one before it.
+
+    On a CPU a launch is the step itself: there the next one is planned beside it, and no more.
+    """
+    is_alone = config.tensor_parallel_size == 1 and config.kv_transfer_config is None
+    return config.device == "cuda" and is_alone and config.speculation is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -667,7 +823,8 @@ def _model_facts(
         format=checkpoint.format,
         dtype=_checkpoint_dtype(checkpoint),
         max_model_len=_context_limit(checkpoint),
-        num_weight_bytes=checkpoint.num_weight_bytes + (drafting.num_weight_bytes if drafting is not None else 0),
+        num_weight_bytes=checkpoint.num_weight_bytes // args.tensor_parallel_size
+        + (drafting.num_weight_bytes if drafting is not None else 0),
         cache_groups=tuple(groups),
         is_moe=num_experts is not None and num_experts > 1,
         num_activation_bytes=(args.max_num_batched_tokens or 2048) * per_token + args.max_num_seqs * per_seq,
@@ -703,13 +860,28 @@ def _configured_ends(checkpoint: Checkpoint) -> frozenset[int]:
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
+def _share_of(device: DeviceFacts, args: EngineArgs, launch: Launch | None) -> DeviceFacts:
+    """What one rank has of a device: its own card, or a part of the memory and threads of a host that ranks share."""
+    num_ranks = args.tensor_parallel_size if launch is None else launch.local_size
+    if num_ranks == 1 or device.kind != "cpu":
+        return device
+    return dataclasses.replace(
+        device,
+        total_bytes=device.total_bytes // num_ranks,
+        available_bytes=device.available_bytes // num_ranks,
+        num_threads=max(1, device.num_threads // num_ranks),
+    )
+
+
 def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
     """What the checkpoint's values are; a GGUF file of packed weights says nothing, and is no float32 file."""
     default = "bfloat16" if checkpoint.format == "gguf" else "float32"
     return HFConfig(checkpoint.config).text("dtype", "torch_dtype", default=default).removeprefix("torch.")
 
 
-def _chat_template(tokenizer: Tokenizer, override: str | None, content_format: str) -> ChatTemplate | None:
+def _chat_template(
+    tokenizer: Tokenizer, override: str | None, content_format: str, compiles_now: bool
+) -> ChatTemplate | None:
     """The template given (a file, or the text itself), else the model's own, else None."""
     if override is not None:
         path = Path(override)
@@ -724,7 +896,7 @@ def _chat_template(tokenizer: Tokenizer, override: str | None, content_format: s
     if not tokenizer.chat_templates:
         return None
     try:
-        return ChatTemplate.for_tokenizer(tokenizer, content_format=content_format)
+        return ChatTemplate.for_tokenizer(tokenizer, content_format=content_format, compiles_late=not compiles_now)
     except InvalidRequest as error:
         logger.warning("the model's chat template cannot be used: %s", error.message)
         return None

@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vkit import kernels
 from vkit.sequence import OutputTokens, Sequence
 from vkit.thinking import ThinkingBudget, ThinkingCounter
 from vkit.types import LogitsProcessor, SamplingParams
@@ -102,45 +104,47 @@ class Custom:
         self._processor(self._output, row)
 
 
-class Penalties:
-    """Makes tokens that were already used less likely.
+class UsedTokens(NamedTuple):
+    """What one row's penalties are about."""
 
-    repetition: x / r if x > 0 else x * r, for ids in prompt or output; then frequency: x - f * count in output; then
-    presence: x - p if in output. Ids and counts are kept as they come: one update per new token.
+    ids: npt.NDArray[np.int64]
+    """(n,): of prompt and output."""
+    counts: npt.NDArray[np.float32]
+    """(n,): how often each is in the output."""
+    penalties: tuple[float, float, float]
+    """Repetition, frequency, presence."""
+
+
+class Penalties:
+    """Which tokens a sequence has used, and how much less likely that makes them: see `kernels.penalise`.
+
+    Ids and counts are kept as they come: one update per new token.
     """
 
     def __init__(self, sequence: Sequence) -> None:
+        params = sequence.params
+        self._penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._sequence = sequence
         self._num_seen = 0
         self._index: dict[int, int] = {}
         self._ids = np.zeros(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)
 
-    def apply(self, row: Tensor, num_drafts: int = 0) -> None:
-        """Penalise used ids. The last `num_drafts` of the tokens are drafts: they count in this row alone."""
+    def used(self, num_drafts: int = 0) -> UsedTokens:
+        """The used ids and their counts. The last `num_drafts` tokens are drafts: they count in this row alone."""
         num_known = len(self._sequence.token_ids) - num_drafts
         self._catch_up(num_known)
         num_ids = len(self._index)
         drafts = self._sequence.token_ids[num_known:]
         for token_id in drafts:
             self._count(token_id, is_output=True)
-        self._penalise(row)
+        used = len(self._index)
+        found = UsedTokens(self._ids[:used].copy(), self._counts[:used].copy(), self._penalties)
         for token_id in drafts:
             self._counts[self._index[token_id]] -= 1
         while len(self._index) > num_ids:
             self._index.popitem()
-
-    def _penalise(self, row: Tensor) -> None:
-        params = self._sequence.params
-        used = len(self._index)
-        ids = torch.from_numpy(self._ids[:used]).to(row.device)
-        counts = torch.from_numpy(self._counts[:used]).to(row.device)
-        values = row[ids]
-        if params.repetition_penalty != 1.0:
-            scaled = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-            values = scaled
-        values = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
-        row[ids] = values
+        return found
 
     def _catch_up(self, num_known: int) -> None:
         token_ids = self._sequence.token_ids
@@ -209,6 +213,19 @@ def edits_for(sequence: Sequence) -> RowEdits:
     return edits
 
 
+def penalise(logits: Tensor, rows: SequenceABC[int], used: SequenceABC[UsedTokens]) -> None:
+    """Make the used tokens of some rows less likely. logits (R, V) is written in place."""
+    device = logits.device
+    kernels.penalise(
+        logits,
+        torch.tensor(rows, dtype=torch.int64, device=device),
+        torch.from_numpy(np.concatenate([own.ids for own in used])).to(device),
+        torch.from_numpy(np.concatenate([own.counts for own in used])).to(device),
+        torch.from_numpy(np.repeat(np.arange(len(used), dtype=np.int32), [len(own.ids) for own in used])).to(device),
+        torch.tensor([own.penalties for own in used], dtype=torch.float32, device=device),
+    )
+
+
 _CEILINGS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), math.inf, NEGATIVE_INFINITY
 ).astype(np.float32)
@@ -229,15 +246,8 @@ def apply_bitmask(logits: Tensor, rows: SequenceABC[int], words: np.ndarray) -> 
             ceilings = _CEILINGS.take(own.view(np.uint8), axis=0).reshape(-1)[:vocab_size]
             np.minimum(values, ceilings, out=values)
         return
-    allowed = unpacked_bitmask(torch.from_numpy(np.ascontiguousarray(words)).to(logits.device), vocab_size)
     index = torch.tensor(list(rows), dtype=torch.int64, device=logits.device)
-    logits[index] = logits[index].masked_fill_(~allowed, NEGATIVE_INFINITY)
-
-
-def unpacked_bitmask(words: Tensor, vocab_size: int) -> Tensor:
-    """Bits as bools: words (B, ceil(V / 32)) int32 -> (B, V)."""
-    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-    return (words.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)[:, :vocab_size].bool()
+    kernels.mask_tokens(logits, index, torch.from_numpy(np.ascontiguousarray(words)).to(logits.device))
 
 
 @dataclass(frozen=True, slots=True)

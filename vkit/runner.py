@@ -14,9 +14,12 @@ from vkit.batch import Batch, BatchBuilder
 from vkit.cache.connector import TransferReport, WorkerSide
 from vkit.cache.groups import LayerCacheSpec
 from vkit.cache.store import TensorStore
+from vkit.decode_inputs import DecodeShape
 from vkit.encoding import MediaEncoder, MediaStep
-from vkit.layers import AdapterSwitch, AdapterWeights
+from vkit.graphs import DecodeGraphs, Recorder, default_sizes
+from vkit.layers import ActiveAdapters, AdapterSwitch, AdapterWeights
 from vkit.models.base import CausalLM
+from vkit.sampled import SampledTokens
 from vkit.sequence import Plan, StateCopy, StepSamples
 from vkit.speculation.drafter import Drafter, ObservedStep
 from vkit.speculation.proposer import Drafts
@@ -52,14 +55,31 @@ class AdapterWithWeights(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class CapturedBatch:
+    """A step whose tensors lie where a captured pass reads them."""
+
+    shape: DecodeShape
+    num_rows: int
+    """Rows that are no padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAdapters:
+    """Which adapters a step runs with."""
+
+    by_token: ActiveAdapters = ()
+    by_logits_row: ActiveAdapters = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedStep:
     """One step's tensors, the states to copy before it runs, and the media to encode."""
 
-    batch: Batch
+    batch: Batch | CapturedBatch
     state_copies: list[StateCopy]
     media: MediaStep
-    adapters: list[tuple[Tensor | None, AdapterWeights]]
-    """Rows of the batch's tokens, None for all of them, and the adapter they run with."""
+    adapters: ChosenAdapters
+    """Which tokens and logits belong to which adapter."""
     connector_meta: Any = None
 
 
@@ -79,11 +99,15 @@ class Runner:
         *,
         drafter: Drafter | None = None,
         draft_specs: Sequence[LayerCacheSpec | None] = (),
+        recorder: Recorder | None = None,
+        capture_sizes: Sequence[int] = (),
+        is_eager: bool = False,
     ) -> None:
         """`adapters`: what the model's linear layers listen to, where requests may choose adapters.
 
         `worker` moves cache entries for a connector. `draft_specs`: what the drafter's own layers keep, which are
-        numbered after the model's.
+        numbered after the model's. `recorder` captures decoding steps, of `capture_sizes` rows or those of
+        `graphs.default_sizes`. `is_eager`: every step runs op by op, nothing is recorded.
         """
         self.model = model
         self._worker = worker
@@ -108,8 +132,16 @@ class Runner:
         )
         self._media = MediaEncoder(model.encode_media, device)
         needs_streams = drafter is not None and (drafter.needs_hidden or drafter.tapped_layers)
-        # A recorded step hands out its logits alone.
-        self._step = self._run if needs_streams else kernels.wrap_step(device.type, self._run)
+        # A recorded step hands out its logits alone, and does not come back for the sums of several ranks.
+        records = not needs_streams and not is_eager and model.ranks.size == 1
+        self._step = kernels.wrap_step(device.type, self._run) if records else self._run
+        self.graphs: DecodeGraphs | None = None
+        if recorder is not None and records:
+            sizes = capture_sizes or default_sizes(config.max_num_seqs)
+            self._builder.reserve_decode_inputs(max(sizes))
+            self.graphs = DecodeGraphs(
+                self._run, self._builder.padded, recorder, sizes=sizes, max_model_len=config.max_model_len
+            )
         self._pages = {
             f"layers.{layer}": slab
             for group in self.store.groups
@@ -118,12 +150,50 @@ class Runner:
         if worker is not None:
             worker.register_kv_caches(self._pages)
 
-    def prepare(self, plan: Plan) -> PreparedStep:
-        """Everything of a step but its arithmetic; to be done before the next plan is made."""
-        adapters = _adapter_rows(plan, self._device) if self._adapters is not None else []
-        return PreparedStep(
-            self._builder.build(plan), plan.state_copies, MediaEncoder.prepare(plan), adapters, plan.connector_meta
-        )
+    def prepare(self, plan: Plan, sampled: SampledTokens | None = None) -> PreparedStep:
+        """Everything of a step but its arithmetic; to be done before the next plan is made.
+
+        `sampled`: what the step before sampled, where the plan names tokens that the host does not know yet.
+        """
+        adapters = _chosen_adapters(plan, self._device) if self._adapters is not None else ChosenAdapters()
+        batch = self._prepare_batch(plan, sampled, is_plain=not adapters.by_token)
+        return PreparedStep(batch, plan.state_copies, MediaEncoder.prepare(plan), adapters, plan.connector_meta)
+
+    def _prepare_batch(self, plan: Plan, sampled: SampledTokens | None, *, is_plain: bool) -> Batch | CapturedBatch:
+        shape = self.graphs.shape_for(plan) if self.graphs is not None and is_plain else None
+        if shape is None or not self._is_captured(shape):
+            return self._builder.build(plan, sampled)
+        self._builder.fill_decode_inputs(plan, shape.num_rows, sampled)
+        return CapturedBatch(shape, len(plan.scheduled))
+
+    def _is_captured(self, shape: DecodeShape) -> bool:
+        """Whether a replay serves this shape, which is captured now if it is the first of its kind."""
+        assert self.graphs is not None
+        if self.graphs.has(shape):
+            return True
+        self._builder.fill_decode_inputs(Plan(0, []), shape.num_rows)
+        return self.graphs.capture(shape)
+
+    def capture(self) -> None:
+        """Capture decoding steps now, before the first request comes; nothing where there is nothing to capture."""
+        if self.graphs is not None:
+            self._builder.fill_decode_inputs(Plan(0, []), self.graphs.sizes[-1])
+            self.graphs.capture_all()
+
+    def capture_one(self, num_rows: int, max_seq_len: int) -> bool:
+        """Capture one decoding step; False if it cannot be, or if nothing is captured here."""
+        return self.graphs is not None and self._is_captured(DecodeShape(num_rows, max_seq_len))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of the cache."""
+        return len(self.store.groups)
+
+    def close(self) -> None:
+        """Let go of captured steps, which hold memory of the device."""
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
 
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order.
@@ -164,25 +234,29 @@ class Runner:
         self._worker.wait_for_save()
 
     def _pass(self, step: PreparedStep) -> Tensor:
+        media = self._media.run(step.media)
+        if isinstance(step.batch, CapturedBatch):
+            assert self.graphs is not None, "what was prepared for a replay runs before the runner is closed"
+            return self.graphs.run(step.batch.shape, step.batch.num_rows)
         batch = step.batch
-        batch.media = self._media.run(step.media)
+        batch.media = media
         if self.drafter is not None:
             batch.taps = dict.fromkeys(self.drafter.tapped_layers)
             self._observed = batch, torch.empty(0), []
-        if step.adapters:
+        if step.adapters.by_token:
             return self._run_adapted(batch, step.adapters)
         if batch.media is not None or batch.axis_positions is not None or batch.state_targets is not None:
             return self._run(batch)  # recorded steps know tokens alone, and one state per sequence
         return self._step(batch)
 
-    def _run_adapted(self, batch: Batch, adapters: list[tuple[Tensor | None, AdapterWeights]]) -> Tensor:
-        """A pass in which linear layers add what adapters say; unrecorded, since which rows they are changes."""
+    def _run_adapted(self, batch: Batch, adapters: ChosenAdapters) -> Tensor:
+        """A pass in which layers add what adapters say; unrecorded, since which rows they are changes."""
         assert self._adapters is not None
-        self._adapters.active = adapters
+        self._adapters.active, self._adapters.active_logits = adapters.by_token, adapters.by_logits_row
         try:
             return self._run(batch)
         finally:
-            self._adapters.active = ()
+            self._adapters.active = self._adapters.active_logits = ()
 
     def forward(self, plan: Plan) -> Tensor:
         """`execute` of `prepare`."""
@@ -204,21 +278,27 @@ class Runner:
         return self.model.compute_logits(kernels.embedding(batch.logits_rows, hidden))
 
 
-def _adapter_rows(plan: Plan, device: torch.device) -> list[tuple[Tensor | None, AdapterWeights]]:
-    """The tokens of each adapter that the plan's sequences run with; empty when none does."""
-    rows: dict[str, list[range]] = {}
+def _chosen_adapters(plan: Plan, device: torch.device) -> ChosenAdapters:
+    """The tokens and logits rows of each adapter that the plan's sequences run with; empty when none does."""
+    tokens: dict[str, list[range]] = {}
+    logits: dict[str, list[range]] = {}
     weights: dict[str, AdapterWeights] = {}
-    position = 0
+    token = row = 0
     for item in plan.scheduled:
         adapter = item.sequence.adapter
         if adapter is not None:
             assert isinstance(adapter, AdapterWithWeights)
-            rows.setdefault(adapter.key, []).append(range(position, position + item.num_tokens))
             weights[adapter.key] = adapter.weights
-        position += item.num_tokens
-    found: list[tuple[Tensor | None, AdapterWeights]] = []
-    for key, ranges in rows.items():
-        is_all = sum(map(len, ranges)) == position
-        index = None if is_all else torch.tensor([row for part in ranges for row in part], device=device)
-        found.append((index, weights[key]))
-    return found
+            tokens.setdefault(adapter.key, []).append(range(token, token + item.num_tokens))
+            logits.setdefault(adapter.key, []).append(range(row, row + item.num_logits))
+        token, row = token + item.num_tokens, row + item.num_logits
+
+    def with_rows(places: dict[str, list[range]], num_rows: int) -> list[tuple[Tensor | None, AdapterWeights]]:
+        found: list[tuple[Tensor | None, AdapterWeights]] = []
+        for key, ranges in places.items():
+            index = [place for part in ranges for place in part]
+            if index:
+                found.append((None if len(index) == num_rows else torch.tensor(index, device=device), weights[key]))
+        return found
+
+    return ChosenAdapters(with_rows(tokens, token), with_rows(logits, row))

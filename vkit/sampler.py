@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from vkit import kernels
-from vkit.logits import AddedRow, BatchLogitsProcessor, BatchUpdate, RowEdits, apply_bitmask, edits_for
+from vkit.logits import AddedRow, BatchLogitsProcessor, BatchUpdate, RowEdits, apply_bitmask, edits_for, penalise
 from vkit.randomness import draw_keys, mixed_seed
+from vkit.sampled import PendingSamples, Readback, SampledTokens
 from vkit.sequence import OutputTokens, Plan, ScheduledSequence, Sequence, StepSamples, with_drafts
 from vkit.speculation.verification import num_accepted, verify_drawn
+from vkit.staging import Staging
 from vkit.structured.masks import FilledMasks, GrammarMasks
-from vkit.types import WHOLE_VOCABULARY, Logprob, PositionLogprobs
+from vkit.token_logprobs import num_top, position_logprobs, scored_ids
+from vkit.types import PositionLogprobs
 
 logger = logging.getLogger("vkit.sampler")
 
@@ -46,6 +49,8 @@ class _Batch:
     keeps_survivors: bool = False
     is_plain: bool = False
     """Every row is greedy, and nothing is edited or asked besides."""
+    needs_host: bool = False
+    """Some row is edited by what the host knows of its output, or is asked more of than its token."""
 
 
 @dataclass(slots=True)
@@ -89,6 +94,8 @@ class Sampler:
         self._edits: dict[str, RowEdits] = {}
         self._batch = _Batch([], [])
         self._device = torch.device("cpu")
+        self._staging: Staging | None = None
+        self._readback: Readback | None = None
 
     @property
     def can_forbid(self) -> bool:
@@ -122,6 +129,61 @@ class Sampler:
             else:
                 self._sample_rows(logits.float(), batch, items, plan, result)
         self.draft_probs.clear()
+        return result
+
+    def can_defer(self, plan: Plan) -> bool:
+        """Whether the tokens of this plan can stay on the device: `begin` serves it then, else `sample` alone."""
+        if self._changing or self._invariant or self.draft_probs:
+            return False
+        if any(item.num_logits and item.sequence.wants_prompt_logprobs for item in plan.scheduled):
+            return False
+        sequences = [item.sequence for item in plan.scheduled if item.samples]
+        if sequences == self._batch.sequences:
+            return not self._batch.needs_host
+        return not any(item.num_drafts for item in plan.scheduled) and not any(map(self._needs_host, sequences))
+
+    def _needs_host(self, sequence: Sequence) -> bool:
+        """Whether choosing its token takes what the host knows of its output, or more than the token is asked for."""
+        params = sequence.params
+        edits = self._edits.get(sequence.id)
+        if edits is None:
+            edits = self._edits[sequence.id] = edits_for(sequence)
+        return (
+            bool(edits) or sequence.grammar is not None or params.logprobs is not None or bool(params.logprob_token_ids)
+        )
+
+    @torch.inference_mode()
+    def begin(self, logits: Tensor, plan: Plan) -> PendingSamples:
+        """Choose tokens on the device, without waiting for it. For plans that `can_defer`; logits (R, V) float32."""
+        for sequence_id in plan.finished_ids:
+            self._edits.pop(sequence_id, None)
+        if self._staging is None or self._readback is None:
+            self._staging, self._readback = Staging(logits.device), Readback(logits.device)
+        items, rows = self._row_layout(logits, plan)
+        scheduled = [plan.scheduled[index] for index in items]
+        if len(rows) != logits.shape[0]:
+            logits = logits.index_select(0, *self._staging.upload([np.array(rows, np.int64)]))
+        batch = self._batch_of(scheduled, logits.device)
+        ids, largest = kernels.largest_rows(logits)
+        for group in batch.random:
+            # Where the token will stand, which the host knows although it may not know the one before.
+            own = [scheduled[row] for row in group.rows]
+            places = [item.start + item.num_tokens - item.sequence.num_prompt_tokens for item in own]
+            found_keys = draw_keys(group.mixed_seeds, np.array(places, np.int64).view(np.uint64)).view(np.int64)
+            chosen, found = kernels.draw(logits, group.index, group.rules, self._staging.upload([found_keys])[0])
+            ids[group.index] = chosen
+            largest[group.index] = found
+        sampled = SampledTokens(ids, {item.sequence.id: row for row, item in enumerate(scheduled)})
+        return PendingSamples(sampled, items, self._readback.start(ids, largest))
+
+    def finish(self, pending: PendingSamples, plan: Plan) -> StepSamples:
+        """What `begin` chose, once the device is through with it."""
+        token_ids, largest = pending.wait()
+        count = len(plan.scheduled)
+        result = StepSamples([[]] * count, [None] * count)
+        errors: dict[int, str] = {}
+        corrupted = _check_rows(largest, errors)
+        self._collect(token_ids, [1] * len(pending.items), errors, corrupted, pending.items, plan, result)
         return result
 
     def _row_layout(self, logits: Tensor, plan: Plan) -> tuple[list[int], list[int]]:
@@ -280,6 +342,7 @@ class Sampler:
         batch.is_plain = len(batch.greedy) == len(sequences) and not (
             batch.edits or batch.grammars or batch.logprob_rows
         )
+        batch.needs_host = bool(batch.edits or batch.grammars or batch.logprob_rows or any(num_drafts))
         batch.random = [self._random_rows(batch, rows, keeps) for keeps, rows in random.items() if rows]
         return batch
 
@@ -316,14 +379,24 @@ class Sampler:
                 logger.warning("logits processor of sequence %s failed: %r", batch.sequences[row].id, error)
                 errors[row] = f"logits processor failed: {error!r}"
         _apply_plugins(self._changing, logits, errors)
+        self._penalise(logits, batch)
         for row, edits in batch.edits:
-            if edits.penalties is not None:
-                with with_drafts(batch.sequences[row], batch.num_drafts[row]):
-                    edits.penalties.apply(logits[row], batch.num_drafts[row])
             if edits.thinking is not None:
                 with with_drafts(batch.sequences[row], batch.num_drafts[row]):
                     edits.thinking.apply(logits[row], batch.num_drafts[row])
         return errors
+
+    @staticmethod
+    def _penalise(logits: Tensor, batch: _Batch) -> None:
+        """Make used tokens less likely in all rows that ask for it."""
+        rows, used = [], []
+        for row, edits in batch.edits:
+            if edits.penalties is not None:
+                with with_drafts(batch.sequences[row], batch.num_drafts[row]):
+                    used.append(edits.penalties.used(batch.num_drafts[row]))
+                rows.append(row)
+        if rows:
+            penalise(logits, rows, used)
 
     def _mask_by_grammars(self, logits: Tensor, batch: _Batch, plan: Plan) -> dict[int, str]:
         """Apply the step's grammar masks; errors by row."""
@@ -363,11 +436,11 @@ class Sampler:
     def _gather_logprobs(self, values: Tensor, batch: _Batch, token_ids: list[int]) -> list[PositionLogprobs]:
         sequences = [batch.sequences[row] for row in batch.logprob_rows]
         chosen = [token_ids[row] for row in batch.logprob_rows]
-        widths = [_num_top(sequence.params.logprobs, values.shape[1]) for sequence in sequences]
+        widths = [num_top(sequence.params.logprobs, values.shape[1]) for sequence in sequences]
         positions = position_logprobs(values, chosen, widths)
         for row, sequence in enumerate(sequences):
             if sequence.params.logprob_token_ids:
-                positions[row][1:] = _scored(values[row], sequence.params.logprob_token_ids)
+                positions[row][1:] = scored_ids(values[row], sequence.params.logprob_token_ids)
         return positions
 
     def _take_prompt_logprobs(self, logits: Tensor, item: ScheduledSequence) -> None:
@@ -382,7 +455,7 @@ class Sampler:
         if skip < 0 or not targets:
             return
         values = self._snapshot(logits[skip : skip + len(targets)])
-        width = _num_top(sequence.params.prompt_logprobs, values.shape[1])
+        width = num_top(sequence.params.prompt_logprobs, values.shape[1])
         if not sequence.prompt_logprobs:
             sequence.prompt_logprobs.append(None)
         sequence.prompt_logprobs.extend(position_logprobs(values, targets, [width] * len(targets)))
@@ -420,39 +493,6 @@ def _choose_greedily(logits: Tensor, rows: SequenceABC[int], token_ids: list[int
     for row in rows:  # one by one: copying the rows would cost more than looking at them
         token_id = int(values[row].argmax())
         token_ids[row], found[row] = token_id, values[row, token_id]
-
-
-def position_logprobs(values: Tensor, chosen: list[int], widths: list[int]) -> list[PositionLogprobs]:
-    """For each row: the chosen token, then the `widths[row]` largest. values (R, V): log-probabilities or logits."""
-    ids = torch.tensor(chosen, dtype=torch.int64, device=values.device).unsqueeze(1)
-    own = values.gather(1, ids)
-    ranks: list[int] = (values >= own).sum(1).tolist()
-    own_values: list[float] = own.squeeze(1).tolist()
-    widest = max(widths)
-    top_values: list[list[float]] = [[]] * len(chosen)
-    top_ids: list[list[int]] = top_values  # type: ignore[assignment]
-    if widest:
-        top = values.topk(widest, dim=1)
-        top_values, top_ids = top.values.tolist(), top.indices.tolist()
-    return [
-        [
-            Logprob(token_id, own_values[row], ranks[row]),
-            *(Logprob(top_ids[row][i], top_values[row][i], i + 1) for i in range(widths[row])),
-        ]
-        for row, token_id in enumerate(chosen)
-    ]
-
-
-def _scored(values: Tensor, token_ids: tuple[int, ...]) -> PositionLogprobs:
-    own = values[torch.tensor(token_ids, device=values.device)]
-    ranks = (values.unsqueeze(0) >= own.unsqueeze(1)).sum(1).tolist()
-    return [Logprob(*entry) for entry in zip(token_ids, own.tolist(), ranks, strict=True)]
-
-
-def _num_top(wanted: int | None, vocab_size: int) -> int:
-    if wanted is None:
-        return 0
-    return vocab_size if wanted == WHOLE_VOCABULARY else min(wanted, vocab_size)
 
 
 def _apply_plugins(plugins: Iterable[BatchLogitsProcessor], logits: Tensor, errors: dict[int, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,14 @@ FLAG = "--speculative-config"
 MAX_DRAFTS = 32
 DEFAULT_LOOKUP = 5
 
-METHODS = ("ngram", "draft_model", "mtp", "dflash", "dspark")
+MAX_TREE_DEPTH = 256
+
+METHODS = ("ngram", "suffix", "draft_model", "mtp", "dflash", "dspark")
 """Ways to draft that exist here."""
-REFUSED_METHODS = ("suffix", "eagle", "eagle3", "medusa")
+REFUSED_METHODS = ("eagle", "eagle3", "medusa")
 """Ways that people will ask for and nobody built."""
+METHODS_OF_TOKENS = ("ngram", "suffix")
+"""Those that look at tokens alone: nothing runs beside the target."""
 METHODS_WITH_MODEL = ("draft_model", "dflash", "dspark")
 """Those that read a checkpoint of their own."""
 METHODS_WITH_TEMPERATURE = ("draft_model", "mtp")
@@ -25,6 +30,8 @@ METHODS_WITH_TEMPERATURE = ("draft_model", "mtp")
 
 KEYS = (
     *("method", "num_speculative_tokens", "model", "prompt_lookup_min", "prompt_lookup_max"),
+    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
+    *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
     *("draft_sample_method", "rejection_sample_method"),
 )
 FOREIGN_KEYS = frozenset(
@@ -40,12 +47,25 @@ FOREIGN_KEYS = frozenset(
         *("disable_log_stats", "disable_logprobs", "disable_mqa_scorer", "attention_backend", "parallel_drafting"),
         *("typical_acceptance_sampler_posterior_threshold", "typical_acceptance_sampler_posterior_alpha"),
         *("acceptance_method", "posterior_threshold", "posterior_alpha", "target_model_config", "draft_model_config"),
-        *("target_parallel_config", "draft_parallel_config", "suffix_decoding_max_tree_depth"),
-        *("suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+        *("target_parallel_config", "draft_parallel_config"),
         *("use_local_argmax_reduction", "moe_backend", "synthetic_acceptance_rate", "tensor_parallel_size"),
     }
 )
 """Keys that vLLM knows and nothing here does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuffixSettings:
+    """How suffix decoding drafts."""
+
+    max_tree_depth: int = 24
+    """Most tokens of a match and its drafts together."""
+    max_cached_requests: int = 10_000
+    """Outputs kept of requests that ended; 0: each request looks at its own tokens only."""
+    max_spec_factor: float = 1.0
+    """Drafts per token of the match, at most."""
+    min_token_prob: float = 0.1
+    """Share of the occurrences that a draft and those before it need."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +83,10 @@ class SpeculativeSettings:
     """Draft checkpoint."""
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
     draft_sample_method: str = "greedy"
     rejection_sample_method: str = "standard"
 
@@ -77,6 +101,7 @@ class SpeculativeSettings:
         self._check_count()
         self._check_model()
         self._check_lookup()
+        self._check_suffix()
         _check_choice("draft_sample_method", self.draft_sample_method, ("greedy", "probabilistic"), ())
         _check_choice(
             "rejection_sample_method", self.rejection_sample_method, ("standard",), ("block", "synthetic", "strict")
@@ -112,6 +137,36 @@ class SpeculativeSettings:
         low, high = self.lookup_range
         if low > high:
             raise _bad("prompt_lookup_min", f"{low} is above prompt_lookup_max {high}")
+
+    def _check_suffix(self) -> None:
+        for name, (value, is_whole, low, high) in {
+            "suffix_decoding_max_tree_depth": (self.suffix_decoding_max_tree_depth, True, 2, MAX_TREE_DEPTH),
+            "suffix_decoding_max_cached_requests": (self.suffix_decoding_max_cached_requests, True, 0, None),
+            "suffix_decoding_max_spec_factor": (self.suffix_decoding_max_spec_factor, False, 0.1, None),
+            "suffix_decoding_min_token_prob": (self.suffix_decoding_min_token_prob, False, 0, 1),
+        }.items():
+            if value is None:
+                continue
+            if self.method != "suffix":
+                raise _bad(name, f"applies to suffix, not to {self.method}")
+            kind = "an integer" if is_whole else "a number"
+            is_number = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
+            if not is_number or not low <= value <= (math.inf if high is None else high):
+                limits = f"of at least {low}" if high is None else f"in {low}..{high}"
+                raise _bad(name, f"expected {kind} {limits}, got {value!r}")
+
+    @property
+    def suffix(self) -> SuffixSettings:
+        """What the `suffix_decoding_` keys say, with the defaults of those that are not given."""
+        default = SuffixSettings()
+        depth, count = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
+        factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        return SuffixSettings(
+            max_tree_depth=default.max_tree_depth if depth is None else depth,
+            max_cached_requests=default.max_cached_requests if count is None else count,
+            max_spec_factor=default.max_spec_factor if factor is None else factor,
+            min_token_prob=default.min_token_prob if prob is None else prob,
+        )
 
     @property
     def lookup_range(self) -> tuple[int, int]:
@@ -161,6 +216,8 @@ def _implied_method(value: Mapping[str, Any]) -> str:
         return str(value["method"])
     if "prompt_lookup_min" in value or "prompt_lookup_max" in value:
         return "ngram"
+    if any(str(key).startswith("suffix_decoding_") for key in value):
+        return "suffix"
     if "model" in value:
         return "draft_model"
     raise _bad("method", f"is required (one of {', '.join(METHODS)})")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vkit.kernels.cpu.dtypes import DTYPE_IDS
+from vkit.kernels.cpu.facts import reads_facts
 from vkit.kernels.cpu.library import Library, make_op
 from vkit.kernels.cpu.scaled import ScaledWeights
 from vkit.kernels.cpu.tape import Eager, Node, Region, Tape, current
@@ -19,6 +20,7 @@ from vkit.kernels.cpu.weights import KIND_FLOATS, WeightCache
 Pointers = Sequence[int | None]
 
 
+@reads_facts
 def collapsed_stride(x: Tensor) -> int | None:
     """Elements from one row of the last dimension to the next, or None where rows are not evenly spaced."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
@@ -30,6 +32,7 @@ def collapsed_stride(x: Tensor) -> int | None:
     return leading[-1][1] if leading else x.shape[-1]
 
 
+@reads_facts
 def row_strides(x: Tensor) -> tuple[int, int, int] | None:
     """(stride, inner rows, their stride) of x (..., C): evenly spaced rows have no inner ones. None: no such form."""
     stride = collapsed_stride(x)
@@ -38,12 +41,14 @@ def row_strides(x: Tensor) -> tuple[int, int, int] | None:
     return (x.stride(0), x.shape[1], x.stride(1)) if x.ndim == 3 and x.stride(2) == 1 else None
 
 
+@reads_facts
 def rows_region(x: Tensor) -> Region:
     """The memory of x (..., C) whose rows `row_strides` describes."""
     stride = collapsed_stride(x)
     return heads_region(x) if stride is None else region(x, stride)
 
 
+@reads_facts
 def region(x: Tensor, stride: int | None = None) -> Region:
     """The memory of x (..., C), rows `stride` elements apart."""
     width = x.shape[-1] if x.ndim else 1
@@ -74,6 +79,7 @@ class OpsBase:
         """Where ops go at the moment."""
         return current.get() or self._eager
 
+    @reads_facts
     def _prepared(self, x: Tensor, stride: int, kind: int, bytes_per_row: int) -> tuple[Tensor, list[Node]]:
         """x in the form a product reads, and the op that brings it there unless an earlier one did."""
         tape = self.tape
@@ -136,14 +142,17 @@ def dtype_id(x: Tensor | None) -> int:
     return 0 if x is None else DTYPE_IDS[x.dtype]
 
 
+@reads_facts
 def is_row(weight: Tensor | None) -> bool:
     return weight is None or (weight.is_contiguous() and weight.dtype in DTYPE_IDS)
 
 
+@reads_facts
 def are_heads(x: Tensor, y: Tensor | None) -> bool:
     return all(part is None or (part.ndim == 3 and part.stride(2) == 1 and part.dtype is x.dtype) for part in (x, y))
 
 
+@reads_facts
 def second_stride(x: Tensor, y: Tensor | None) -> int | None:
     """Row stride of the second operand (0: one row, or a missing one, for all rows); None if it does not fit."""
     if y is None:
@@ -153,6 +162,7 @@ def second_stride(x: Tensor, y: Tensor | None) -> int | None:
     return 0 if y.ndim == 1 and y.shape[0] == x.shape[-1] and y.stride(0) == 1 else None
 
 
+@reads_facts
 def heads_region(x: Tensor) -> Region:
     """The columns of all heads of x (T, H, D), if heads are adjacent; all between the first and the last else."""
     width = (x.shape[1] - 1) * x.stride(1) + x.shape[2]
@@ -161,6 +171,7 @@ def heads_region(x: Tensor) -> Region:
     return Region(x.data_ptr(), stride, width * size, (x.shape[0] - 1) * stride + width * size)
 
 
+@reads_facts
 def whole(x: Tensor) -> Region:
     """From the first element of x to its last."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

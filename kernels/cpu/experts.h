@@ -208,7 +208,7 @@ void op_expert_gemm(const VkOp* op, const VkStep* step, VkCtx* ctx) {
 #undef VK_CASE
 #define VK_CASE(F) \
     case F::FORMAT: return expert_floats<F>(op, ctx, s);
-        VK_FOR_EACH_FP8(VK_CASE)
+        VK_FOR_EACH_FLOAT(VK_CASE)
 #undef VK_CASE
     }
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import format_of
 from vkit.kernels.cpu.base import OpsBase, Pointers, address, collapsed_stride, region
 from vkit.kernels.cpu.dtypes import DTYPE_IDS
 from vkit.kernels.cpu.library import make_op
@@ -226,8 +226,8 @@ class ExpertOps(OpsBase):
         return self._dense_table(weights, scales)
 
     def _packed_table(self, weights: list[Tensor], qtype: str, scales: Tensor | None) -> _Table | None:
-        block = BLOCK_FORMATS[qtype]
-        columns = weights[0].shape[1] // block.num_bytes * block.num_elements
+        block = format_of(qtype, "ExpertMatrix")
+        columns = block.num_columns(weights[0].shape[1])
         if qtype not in PACKED_FORMATS or columns % 32:
             return None
         packed = [self.weights.get(weight, qtype, columns) for weight in weights]

@@ -88,7 +88,7 @@ static const uint8_t VK_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 
 // codes(p, b, w): the codes of 32 inputs b.
 
 struct NoMin {
-    static constexpr bool MIN = false, HALVES = false, WIDE = false, IS_FP8 = false;
+    static constexpr bool MIN = false, HALVES = false, WIDE = false, IS_FP8 = false, IS_TABLE = false;
     static constexpr int SUPER = 32;
 };
 
@@ -462,6 +462,33 @@ struct F8 : W8<S> {
     static constexpr bool IS_FP8 = true;
 };
 
+// Codes into a table of floats: products with floats only. A row is a scale, then per 32 inputs 16 bytes as in W4.
+static const float VK_NF4[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+static const float VK_FP4[16] = {
+    0.0f, 0.0625f / 12, 8.0f / 12, 1.0f, 4.0f / 12, 0.5f, 2.0f / 12, 0.25f,
+    -0.0f, -0.0625f / 12, -8.0f / 12, -1.0f, -4.0f / 12, -0.5f, -2.0f / 12, -0.25f};
+
+struct NF4_64 : NoMin {
+    static constexpr int FORMAT = VK_NF4_64, ROW = 36, BYTES = 576, BIAS = 0, SUPER = 64;
+    static constexpr bool IS_TABLE = true;
+    VK_INLINE const float* table() { return VK_NF4; }
+    static void pack(uint8_t* dst, int r, const uint8_t* src) {
+        vk_put32(dst, r, vk_u32(src));
+        for (int b = 0; b < 2; ++b)
+            for (int j = 0; j < 4; ++j) vk_put32(dst + 64 + 256 * b, 16 * j + r, vk_u32(src + 4 + 16 * b + 4 * j));
+    }
+    VK_INLINE void scales(const uint8_t* p, VF* scale, VF*) { scale[0] = scale[1] = vf_load((const float*)p); }
+    VK_INLINE void codes(const uint8_t* p, int b, VB w[8]) { vk_open_nibbles(p + 64 + 256 * b, w); }
+};
+
+struct FP4_64 : NF4_64 {
+    static constexpr int FORMAT = VK_FP4_64;
+    VK_INLINE const float* table() { return VK_FP4; }
+};
+
 using W4_32 = W4<32>;
 using W4_128 = W4<128>;
 using W8_32 = W8<32>;
@@ -472,6 +499,6 @@ using F8_128 = F8<128>;
 }  // namespace
 
 #define VK_FOR_EACH_CODED(X) X(W4_32) X(W4_128) X(W8_32) X(W8_128)
-#define VK_FOR_EACH_FP8(X) X(F8_32) X(F8_128)
+#define VK_FOR_EACH_FLOAT(X) X(F8_32) X(F8_128) X(NF4_64) X(FP4_64)
 #define VK_FOR_EACH_FORMAT(X) \
     X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4) X(NVFP4)

@@ -246,6 +246,8 @@ VK_INLINE VF open_value(const VB w[8], int j, int byte, VF scale, VF min) {
         const VI high = vi_shl(w[j], 24 - 8 * byte);
         const VI bits = vi_or(vi_and(high, vi_set1(INT32_MIN)), vi_shr(vi_and(high, vi_set1(0x7f000000)), 4));
         return vf_mul(vf_mul(vf_bits(bits), vf_set1(0x1p120f)), scale);
+    } else if constexpr (F::IS_TABLE) {
+        return vf_mul(vf_lookup(F::table(), vi_and(vi_shr(w[j], 8 * byte), vi_set1(15))), scale);
     } else {
         const VI code = vi_add(vi_and(vi_shr(w[j], 8 * byte), vi_set1(255)), vi_set1(-F::BIAS));
         const VF value = vf_mul(vf_from_vi(code), scale);
@@ -303,7 +305,7 @@ void op_gemm_exact(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     case F::FORMAT: return gemm_exact<F>(op, step, ctx);
         VK_FOR_EACH_FORMAT(VK_CASE)
         VK_FOR_EACH_CODED(VK_CASE)
-        VK_FOR_EACH_FP8(VK_CASE)
+        VK_FOR_EACH_FLOAT(VK_CASE)
 #undef VK_CASE
     }
 }
@@ -345,7 +347,7 @@ void op_pack(const VkOp* op, const VkStep*, VkCtx* ctx) {
     case F::FORMAT: return pack<F>(op, ctx);
         VK_FOR_EACH_FORMAT(VK_CASE)
         VK_FOR_EACH_CODED(VK_CASE)
-        VK_FOR_EACH_FP8(VK_CASE)
+        VK_FOR_EACH_FLOAT(VK_CASE)
 #undef VK_CASE
     }
 }

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import format_of
 from vkit.kernels.cpu.base import (
     Pointers,
     address,
@@ -30,6 +30,7 @@ from vkit.kernels.cpu.base import (
 from vkit.kernels.cpu.cache import Cache
 from vkit.kernels.cpu.dtypes import CACHE_IDS, DTYPE_IDS
 from vkit.kernels.cpu.experts import ExpertOps
+from vkit.kernels.cpu.facts import reads_facts
 from vkit.kernels.cpu.library import NO_STEP, ROWS_SEQS, Op, make_op
 from vkit.kernels.cpu.recurrent import RecurrentOps
 from vkit.kernels.cpu.tape import Node, Recording, current
@@ -76,6 +77,7 @@ class Operations(RecurrentOps, ExpertOps):
             return self._fallback("scaled_linear", x, weight, bias)
         return self._packed_linear(x, stride, packed, bias)
 
+    @reads_facts
     def _packed_linear(self, x: Tensor, stride: int, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         tape, columns = self.tape, x.shape[-1]
         out = tape.empty((*x.shape[:-1], weight.num_rows), x.dtype)
@@ -171,8 +173,8 @@ class Operations(RecurrentOps, ExpertOps):
         self, ids: Tensor, data: Tensor, qtype: str, *, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Rows of a packed table."""
-        block = BLOCK_FORMATS[qtype]
-        columns = data.shape[1] // block.num_bytes * block.num_elements
+        block = format_of(qtype, "quantized_embedding")
+        columns = block.num_columns(data.shape[1])
         if qtype not in PACKED_FORMATS or dtype not in DTYPE_IDS or not ids.is_contiguous() or data.stride(1) != 1:
             return self._fallback("quantized_embedding", ids, data, qtype, dtype=dtype)
         return self._embed(ids, data, block.type_id, columns, data.stride(0), dtype)

@@ -1,7 +1,8 @@
 """Weights of quantised safetensors checkpoints in the layout of the kernels, packed at first use.
 
-Four-bit and smaller integers with any zero points, bytes with a zero of 128 (or signed), E4M3, and E2M1 with the scales
-of MXFP4 or NVFP4. What is not among these has no packed form and stays with the reference.
+Four-bit and smaller integers with any zero points, bytes with a zero of 128 (or signed), E4M3, E2M1 with the scales of
+MXFP4 or NVFP4, and NF4 and FP4 of bitsandbytes. What is not among these has no packed form and stays with the
+reference.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from vkit.kernels.scaled import ScaledMatrix
 
 _CODED = {("W4", 32): 200, ("W4", 128): 201, ("W8", 32): 202, ("W8", 128): 203, ("F8", 32): 204, ("F8", 128): 205}
 """Our own formats: kind of code and inputs per scale -> number (see vk.h)."""
+_TABLES = {"nf4": ("NF4", 206), "fp4": ("FP4", 207)}
+"""Those whose codes name floats, with a scale for 64 inputs."""
+_TABLE_GROUP = 64
 _ROWS_AT_ONCE = 512
 """A multiple of 32, so that neither an AWQ word nor a group of 16 rows is cut."""
 
@@ -51,6 +55,7 @@ class ScaledWeights:
         qtype, format_id = form
         library, (num_rows, columns) = self._library, matrix.shape
         group_bytes = library.group_bytes(format_id, columns)
+        assert group_bytes, f"the library has no size for {qtype}"
         target = library.allocate(-(-num_rows // 16) * group_bytes)
         for start in range(0, num_rows, _ROWS_AT_ONCE):
             stop = min(num_rows, start + _ROWS_AT_ONCE)
@@ -72,6 +77,9 @@ def _form_of(matrix: ScaledMatrix) -> tuple[str, int] | None:
         return None
     if matrix.layout == "e2m1":
         return _float4_form(matrix)
+    if matrix.layout in _TABLES:
+        fits = matrix.block[0] == 1 and group % _TABLE_GROUP == 0 and columns % _TABLE_GROUP == 0
+        return _TABLES[matrix.layout] if fits else None
     kind = _kind(matrix)
     for size in (128, 32):
         if kind is not None and columns % size == 0 and (is_one_group or group % size == 0):
@@ -110,6 +118,8 @@ def _rows_of(matrix: ScaledMatrix, qtype: str, format_id: int, start: int, stop:
     """Rows as PACK reads them: uint8 (rows, row_bytes)."""
     if qtype in ("MXFP4", "NVFP4"):
         return _float4_rows(matrix, qtype, start, stop)
+    if qtype in ("NF4", "FP4"):
+        return _table_rows(matrix, start, stop)
     size = 128 if format_id in (201, 203, 205) else 32
     scales = _spread(matrix.scales, matrix, size, start, stop)
     parts = [_bytes_of(scales)]
@@ -126,6 +136,14 @@ def _rows_of(matrix: ScaledMatrix, qtype: str, format_id: int, start: int, stop:
         codes = codes.unflatten(2, (-1, 2, 16))
         codes = (codes[..., 0, :] | codes[..., 1, :] << 4).flatten(2)
     return torch.cat([*parts, codes], dim=2).flatten(1)
+
+
+def _table_rows(matrix: ScaledMatrix, start: int, stop: int) -> Tensor:
+    """A scale, then twice 32 codes, input i beside input i + 16; for each 64 inputs."""
+    stored = matrix.codes[start:stop]
+    codes = torch.stack([stored >> 4, stored & 15], -1).flatten(1).unflatten(1, (-1, 2, 2, 16))
+    packed = (codes[..., 0, :] | codes[..., 1, :] << 4).flatten(2)
+    return torch.cat([_bytes_of(_spread(matrix.scales, matrix, _TABLE_GROUP, start, stop)), packed], dim=2).flatten(1)
 
 
 def _bytes_of(values: Tensor) -> Tensor:

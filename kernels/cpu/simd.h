@@ -88,6 +88,8 @@ VK_INLINE int vf_pick(float* to, int32_t* to_ids, VF x, VI ids, VF low, VF high)
     return __builtin_popcount(m);
 }
 VK_INLINE VB vb_set1(uint8_t x) { return _mm512_set1_epi8((char)x); }
+// The table's floats that the lanes of `index` (0..15) name.
+VK_INLINE VF vf_lookup(const float* table16, VI index) { return _mm512_permutexvar_ps(index, vf_load(table16)); }
 VK_INLINE VB vb_lookup(const uint8_t* table16, VB index) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table16)), index);
 }
@@ -233,6 +235,15 @@ VK_INLINE int vf_pick(float* to, int32_t* to_ids, VF x, VI ids, VF low, VF high)
     return count;
 }
 VK_INLINE VB vb_set1(uint8_t x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
+VK_INLINE __m256 vk_lookup8(VF table, __m256i index) {
+    // Bit 3 of the index chooses the half of the table: shifted to the sign, where a blend looks.
+    const __m256 low = _mm256_permutevar8x32_ps(table.a, index), high = _mm256_permutevar8x32_ps(table.b, index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+}
+VK_INLINE VF vf_lookup(const float* table16, VI index) {
+    const VF table = vf_load(table16);
+    return {vk_lookup8(table, index.a), vk_lookup8(table, index.b)};
+}
 VK_INLINE VB vb_lookup(const uint8_t* table16, VB index) {
     const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table16));
     return {_mm256_shuffle_epi8(t, index.a), _mm256_shuffle_epi8(t, index.b)};
@@ -393,6 +404,13 @@ VK_INLINE int vf_pick(float* to, int32_t* to_ids, VF x, VI ids, VF low, VF high)
     return count;
 }
 VK_INLINE VB vb_set1(uint8_t x) { VB r; memset(&r, x, 64); return r; }
+VK_INLINE VF vf_lookup(const float* table16, VI index) {
+    int32_t at[16];
+    float x[16];
+    memcpy(at, &index, 64);
+    for (int i = 0; i < 16; ++i) x[i] = table16[at[i] & 15];
+    return vf_load(x);
+}
 VK_INLINE VB vb_lookup(const uint8_t* table16, VB index) {
     uint8_t* b = (uint8_t*)&index;
     for (int i = 0; i < 64; ++i) b[i] = table16[b[i] & 15];

@@ -170,8 +170,9 @@ class Recording:
         for size in shape[1:]:
             width *= size
         memory = self.arena.take(limit * width * dtype.itemsize)
-        self._loans[memory.data_ptr()] = memory.nbytes, len(self.nodes)
-        return memory.view(dtype)[: shape[0] * width].view(*shape)
+        with torch._C.DisableTorchFunction():
+            self._loans[memory.data_ptr()] = memory.nbytes, len(self.nodes)
+            return memory.view(dtype)[: shape[0] * width].view(*shape)
 
     def limit_of(self, size: int) -> int:
         """The largest a size of the recorded step can become.

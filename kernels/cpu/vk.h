@@ -18,6 +18,7 @@ enum VkFormat {
     VK_IQ4_NL = 20, VK_IQ4_XS = 23, VK_MXFP4 = 39, VK_NVFP4 = 40,
     // Ours: codes with a float32 scale per 32 or 128 inputs, as quantised safetensors checkpoints hold them.
     VK_W4_32 = 200, VK_W4_128 = 201, VK_W8_32 = 202, VK_W8_128 = 203, VK_F8_32 = 204, VK_F8_128 = 205,
+    VK_NF4_64 = 206, VK_FP4_64 = 207,  // codes into a table of floats, a float32 scale per 64 inputs
 };
 
 // A row count in an op is a literal (>= 0) or one of these, read from the step and multiplied by `row_factor`.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.cpu.facts import reads_facts
 from vkit.kernels.cpu.library import Library, make_op
 
 BIASES = {
@@ -56,7 +57,7 @@ class PackedWeight:
     @property
     def needs_floats(self) -> bool:
         """Whether there is no product with integer activations."""
-        return self.qtype == "F8"
+        return self.qtype in ("F8", "NF4", "FP4")
 
 
 class WeightCache:
@@ -67,6 +68,7 @@ class WeightCache:
         self._packed: dict[tuple[int, tuple[int, ...], str], PackedWeight] = {}
         self._by_storage: dict[int, list[tuple[int, tuple[int, ...], str]]] = {}
 
+    @reads_facts
     def get(self, data: Tensor, qtype: str, num_columns: int) -> PackedWeight:
         """The packed form of data (rows, row_bytes) uint8; packed now if this is the first time."""
         key = (data.data_ptr(), tuple(data.shape), qtype)

@@ -49,7 +49,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], s
         attended = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
         out.append(attended.transpose(1, 2).flatten(0, 1))
         start = stop
-    return torch.cat(out) if out else q
+    return out[0] if len(out) == 1 else torch.cat(out) if out else q
 
 
 def paged_attention(
@@ -132,6 +132,8 @@ def _cut(batch: PagedBatch, block_size: int, window: int | None) -> _Work:
     prefills: list[_PrefillChunk] = []
     for b, seq_len in enumerate(lengths):
         query_len = cu[b + 1] - cu[b]
+        if seq_len == 0:
+            continue  # a padding row: it sees nothing, and its result is zeros
         if query_len == 1:
             decodes.append(b)
             continue

@@ -13,7 +13,8 @@ from functools import cache
 
 import torch
 
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import BLOCK_FORMATS, PLANE_FORMATS, PLANE_SUFFIX, format_of
+from vkit.kernels.planes import from_planes
 from vkit.kernels.reference.iq_grids import grid
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -39,11 +40,12 @@ def dequantize(data: torch.Tensor, qtype: str, *, dtype: torch.dtype = torch.flo
         ValueError: unknown type, or rows that are not whole blocks.
         TypeError: data is not uint8.
     """
-    block = BLOCK_FORMATS.get(qtype)
-    if block is None:
-        raise ValueError(f"dequantize: qtype {qtype!r}, expected one of {', '.join(BLOCK_FORMATS)}")
+    block = format_of(qtype, "dequantize")
     if data.dtype != torch.uint8:
         raise TypeError(f"dequantize: data of {data.dtype}, expected torch.uint8")
+    if qtype in PLANE_FORMATS and data.ndim:
+        qtype = qtype.removesuffix(PLANE_SUFFIX)
+        data, block = from_planes(data, qtype), BLOCK_FORMATS[qtype]
     if data.ndim == 0 or data.shape[-1] % block.num_bytes:
         raise ValueError(
             f"dequantize: data {tuple(data.shape)}, expected rows of a multiple of {block.num_bytes} bytes for {qtype}"

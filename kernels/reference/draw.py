@@ -39,6 +39,12 @@ def largest(logits: Tensor) -> tuple[list[int], list[float]]:
     return best.tolist(), logits.gather(1, best.unsqueeze(1)).squeeze(1).tolist()
 
 
+def largest_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Index and value of each row's largest, as tensors."""
+    values, ids = logits.max(dim=1)
+    return ids, values
+
+
 def draw(logits: Tensor, rows: Tensor, rules: DrawRules, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Token ids (R,) int64 and largest logits (R,) of the given rows."""
     ids, largest, _ = _draw(logits, rows, rules, keys, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import format_of
 from vkit.kernels.reference.dequantize import dequantize
 
 TILE_ELEMENTS = 1 << 20
@@ -19,9 +19,7 @@ def quantized_linear(x: torch.Tensor, data: torch.Tensor, qtype: str, bias: torc
     Raises:
         ValueError: unknown type, or shapes that do not fit.
     """
-    block = BLOCK_FORMATS.get(qtype)
-    if block is None:
-        raise ValueError(f"quantized_linear: qtype {qtype!r}, expected one of {', '.join(BLOCK_FORMATS)}")
+    block = format_of(qtype, "quantized_linear")
     num_columns = x.shape[-1]
     if data.ndim != 2 or data.shape[1] != block.row_bytes(num_columns):
         raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vkit.kernels.reference.quantized_linear import TILE_ELEMENTS
-from vkit.kernels.scaled import AWQ_SHIFTS, InputRounding, ScaledMatrix
+from vkit.kernels.scaled import AWQ_SHIFTS, CODE_VALUES, InputRounding, ScaledMatrix
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -112,6 +112,10 @@ def stored_codes(weight: ScaledMatrix, start: int, stop: int) -> Tensor:
     if weight.layout == "e2m1":
         values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
         nibbles = torch.stack([codes[start:stop] & 15, codes[start:stop] >> 4], -1).flatten(1)
+        return values[nibbles.int()]
+    if weight.layout in CODE_VALUES:
+        values = torch.tensor(CODE_VALUES[weight.layout], device=codes.device)
+        nibbles = torch.stack([codes[start:stop] >> 4, codes[start:stop] & 15], -1).flatten(1)
         return values[nibbles.int()]
     return codes[start:stop].to(torch.float32, copy=True)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import inspect
 import json
@@ -25,13 +26,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vkit.kernels.triton import common
 from vkit.kernels.triton.common import Ahead
 from vkit.kernels.triton.ops import AHEAD
 
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Bytes of shared memory a block may have."""
+PACKAGE = "vkit.kernels.triton"
 INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 
 
@@ -71,13 +72,29 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def fingerprint(ahead: Ahead) -> str:
-    """Changes with what is compiled: the code of the kernel's module and of what all share, and the specialisation."""
+    """Changes with what is compiled: the code of the kernel's module and of those it uses, and the specialisation."""
     kernel_file = inspect.getsourcefile(ahead.kernel.fn)
-    texts = [_code(Path(name)) for name in (kernel_file, common.__file__) if name]
+    assert kernel_file is not None, "a kernel is written in a file"
+    texts = [_code(path) for path in _sources(Path(kernel_file))]
     settings = (sorted(ahead.signature.items()), sorted(ahead.constants.items()), ahead.num_warps, ahead.num_stages)
     return hashlib.sha256("\n".join([*texts, repr(settings)]).encode()).hexdigest()[:16]
 
 
+@functools.cache
+def _sources(path: Path) -> tuple[Path, ...]:
+    """A module's file, and those of this package that it imports from, and so on."""
+    found = [path]
+    for known in found:
+        for node in ast.walk(ast.parse(known.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(PACKAGE):
+                continue
+            inside = (node.module or "").removeprefix(PACKAGE).lstrip(".")
+            files = [path.with_name(f"{name}.py") for name in ([inside] if inside else [a.name for a in node.names])]
+            found += [file for file in files if file.exists() and file not in found]
+    return (path, *sorted(found[1:]))
+
+
+@functools.cache
 def _code(path: Path) -> str:
     """A module without its comments, docstrings and layout."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -3,7 +3,8 @@
 A sequence with few queries is bound by memory: its keys are cut into chunks of a fixed number, one program each, and
 the parts merged; how it is cut depends on its own length alone, so its result does not depend on its neighbours. One
 with many queries is bound by products: one program per tile of queries. All query heads that share a kv head are rows
-of one program, so keys are read once. Softmax in base 2 with the running maximum clamped where nothing is visible yet.
+of one program, so keys are read once. A narrow cache comes as bytes; the scales of int8 go to scores and weights, not
+to codes. Softmax in base 2 with the running maximum clamped where nothing is visible yet.
 
 Source: Dao et al. 2022, algorithm 1; Dao 2023, flash-decoding (merge of partial results by their log-sum-exp).
 """
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from vkit.kernels.triton.common import LN2, LOG2E, product, rounded
+from vkit.kernels.triton.narrow import decoded, scales_behind
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,6 +45,7 @@ def visit_keys(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    FORMAT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(o, total, peak) after keys first .. last - 1, where o is not divided by total yet.
 
@@ -59,8 +62,8 @@ def visit_keys(
             k_at = k_cache + (block * k_block + (key % S) * k_slot)[None, :] + column[:, None]
             v_at = v_cache + (block * v_block + (key % S) * v_slot)[:, None] + value_column[None, :]
             # Zeros and not whatever lies there: a probability of zero times NaN is NaN.
-            k = tl.load(k_at, mask=is_there[None, :] & (column < D)[:, None], other=0.0)
-            v = tl.load(v_at, mask=is_there[:, None] & (value_column < DV)[None, :], other=0.0)
+            k = tl.load(k_at, mask=is_there[None, :] & (column < D)[:, None], other=0)
+            v = tl.load(v_at, mask=is_there[:, None] & (value_column < DV)[None, :], other=0)
         else:
             block = tl.load(blocks + key // S).to(tl.int64)
             k_at = k_cache + (block * k_block + (key % S) * k_slot)[None, :] + column[:, None]
@@ -68,12 +71,15 @@ def visit_keys(
             if q.shape[1] == D:  # noqa: SIM108 (chosen while compiling)
                 k = tl.load(k_at)
             else:
-                k = tl.load(k_at, mask=(column < D)[:, None], other=0.0)
+                k = tl.load(k_at, mask=(column < D)[:, None], other=0)
             if o.shape[1] == DV:  # noqa: SIM108
                 v = tl.load(v_at)
             else:
-                v = tl.load(v_at, mask=(value_column < DV)[None, :], other=0.0)
-        scores = product(q, k.to(q.dtype))
+                v = tl.load(v_at, mask=(value_column < DV)[None, :], other=0)
+        scores = product(q, decoded(k, q.dtype, FORMAT))
+        if FORMAT == 3:
+            is_scaled = is_there if IS_MASKED else key >= 0
+            scores *= scales_behind(k_cache + block * k_block + (key % S) * k_slot + D, is_scaled)[None, :]
         if HAS_CAP:
             capped = 1.0 - 2.0 / (tl.exp2(scores * (scale / soft_cap * 2.0 * LOG2E)) + 1.0)
             scores = capped * (soft_cap * LOG2E)
@@ -89,7 +95,9 @@ def visit_keys(
         shrink = tl.exp2(peak - base)
         weight = tl.exp2(scores - base[:, None])
         total = total * shrink + tl.sum(weight, 1)
-        o = o * shrink[:, None] + product(rounded(weight, q.dtype), v.to(q.dtype))
+        if FORMAT == 3:
+            weight *= scales_behind(v_cache + block * v_block + (key % S) * v_slot + DV, is_scaled)[None, :]
+        o = o * shrink[:, None] + product(rounded(weight, q.dtype), decoded(v, q.dtype, FORMAT))
         peak = new_peak
     return o, total, peak
 
@@ -150,6 +158,7 @@ def decode_kernel(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    FORMAT: tl.constexpr,
 ) -> None:
     """One chunk of one sequence's keys, for the G query heads of one kv head and up to MAX_QUERIES queries.
 
@@ -190,7 +199,7 @@ def decode_kernel(
     o, total, peak = visit_keys(
         o, total, peak, q_tile, position, k_cache + kv_head * k_head, v_cache + kv_head * v_head, blocks,
         lowest, first, last, scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
-        S, D, DV, KEYS, HAS_WINDOW, HAS_CAP, True,
+        S, D, DV, KEYS, HAS_WINDOW, HAS_CAP, True, FORMAT,
     )  # fmt: skip
     o, lse = finished(o, total, peak)
     is_value = is_row[:, None] & (value_column < DV)[None, :]
@@ -300,6 +309,7 @@ def prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    FORMAT: tl.constexpr,
 ) -> None:
     """A tile of one sequence's queries, for the G query heads of one kv head, against all keys the tile sees.
 
@@ -352,12 +362,12 @@ def prefill_kernel(
         o, total, peak = visit_keys(
             o, total, peak, q_tile, position, k_cache, v_cache, blocks,
             lowest, lowest, first, scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
-            S, D, DV, KEYS, HAS_WINDOW, HAS_CAP, False,
+            S, D, DV, KEYS, HAS_WINDOW, HAS_CAP, False, FORMAT,
         )  # fmt: skip
     o, total, peak = visit_keys(
         o, total, peak, q_tile, position, k_cache, v_cache, blocks,
         lowest, first, last, scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
-        S, D, DV, KEYS, HAS_WINDOW, HAS_CAP, True,
+        S, D, DV, KEYS, HAS_WINDOW, HAS_CAP, True, FORMAT,
     )  # fmt: skip
     o, lse = finished(o, total, peak)
     if HAS_SINKS:

@@ -8,7 +8,9 @@ from importlib.util import find_spec
 
 import torch
 
+from vkit.kernels.block_formats import PLANE_SUFFIX, PLANES
 from vkit.kernels.dispatch import Backend, Op, register_backend
+from vkit.kernels.planes import as_rows, to_planes
 
 NAME = "triton"
 LEAST_CAPABILITY = (8, 0)
@@ -61,8 +63,13 @@ def find(op: str, dtype: torch.dtype) -> Op | None:
     return OPS.get(op) if dtype in FLOATS else None
 
 
+def pack(data: torch.Tensor, qtype: str) -> tuple[torch.Tensor, str]:
+    """Packed rows in planes where the kernels read them so."""
+    return (to_planes(data, qtype), qtype + PLANE_SUFFIX) if qtype in PLANES else (data, qtype)
+
+
 def _compiler() -> str | None:
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
 
 
-register_backend(Backend(NAME, "cuda", find, unavailable=unavailable()))
+register_backend(Backend(NAME, "cuda", find, unavailable=unavailable(), pack=pack, pack_scaled=as_rows))

@@ -1,11 +1,10 @@
-"""A mixture of experts over plain weights: tokens grouped by expert, one grouped product for each layer of the experts.
+"""A mixture of experts: tokens grouped by expert, one grouped product for each layer of the experts.
 
 The tokens of an expert are found on the device, so nothing waits for the host: programs that have no tile return.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -19,16 +18,13 @@ from vkit.kernels.experts import ExpertMatrix
 from vkit.kernels.reference import moe as reference
 from vkit.kernels.triton import activation
 from vkit.kernels.triton.common import Ahead, power_of_two, product, rounded
-
-logger = logging.getLogger("vkit.kernels")
+from vkit.kernels.triton.expert_groups import Groups, expert_of, slots_of
+from vkit.kernels.triton.expert_products import PackedExperts, packed_experts, uneven
+from vkit.kernels.triton.fallback import leave_to_torch
 
 OUTPUTS = 128
 INPUTS = 64
 """Outputs and inputs of one step of a tile. Not measured."""
-ALIGNMENT = 16
-"""Bytes; what one load of a thread takes."""
-_reported: set[str] = set()
-_known_addresses: WeakKeyDictionary[ExpertMatrix, Tensor] = WeakKeyDictionary()
 
 
 @triton.jit(do_not_specialize=["num_experts"])  # type: ignore[untyped-decorator]
@@ -56,23 +52,10 @@ def grouped_kernel(
     slots and tiles of all experts up to each. A tile is up to ROWS slots of one expert.
     """
     tile = tl.program_id(0)
-    low = tl.zeros([], tl.int32)
-    high = low + num_experts
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(tile_ends + middle) <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    expert = low
+    expert = expert_of(tile, tile_ends, num_experts)
     if expert >= num_experts:
         return
-    before = tl.maximum(expert - 1, 0)
-    first_tile = tl.where(expert == 0, 0, tl.load(tile_ends + before))
-    first_slot = tl.where(expert == 0, 0, tl.load(slot_ends + before))
-    place = first_slot + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
-    is_row = place < tl.load(slot_ends + expert)
-    slot = tl.load(order + place, mask=is_row, other=0)
+    slot, is_row = slots_of(tile, expert, order, slot_ends, tile_ends, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = output < num_outputs
     column = tl.arange(0, INPUTS)
@@ -111,6 +94,30 @@ def combine_kernel(
     tl.store(out + token * width + column, rounded(total, out.dtype.element_ty), mask=is_column)
 
 
+@dataclass(frozen=True)
+class PlainExperts:
+    """One projection of all experts, dense."""
+
+    addresses: Tensor
+    """Where each expert's weights begin, (E,) int64 on the device; they stay where they are as long as the matrix."""
+    num_rows: int
+    num_columns: int
+    row_stride: int
+    dtype: torch.dtype
+
+    def multiply(self, x: Tensor, groups: Groups, out: Tensor, slots_per_row: int) -> None:
+        """out[slot] = x[slot // slots_per_row] times the slot's expert."""
+        grouped_kernel[(groups.most_tiles, triton.cdiv(self.num_rows, OUTPUTS))](
+            x, self.addresses, out, groups.order, groups.slot_ends, groups.tile_ends, self.addresses.shape[0],
+            self.num_rows, self.num_columns, x.stride(0), self.row_stride, out.stride(0),
+            SLOTS_PER_ROW=slots_per_row, ROWS=groups.rows, OUTPUTS=OUTPUTS, INPUTS=INPUTS,
+            num_warps=num_warps(groups.rows), num_stages=3,
+        )  # fmt: skip
+
+
+_known: WeakKeyDictionary[ExpertMatrix, PlainExperts | PackedExperts | str] = WeakKeyDictionary()
+
+
 def run_experts(
     x: Tensor,
     weights: Tensor,
@@ -119,27 +126,27 @@ def run_experts(
     down: ExpertMatrix,
     activation_name: str,
 ) -> Tensor:
-    """As the reference of this name; packed experts, and those of another type than x, are left to it."""
-    reason = _unfit(x, [*gate_up, down], activation_name)
+    """As the reference of this name; what the kernels do not read is left to it."""
+    tables = [_table(matrix) for matrix in (*gate_up, down)]
+    reason = _unfit(x, tables, activation_name)
     if reason:
-        if reason not in _reported:
-            _reported.add(reason)
-            logger.warning("run_experts: no triton kernel for %s; plain torch runs it", reason)
+        leave_to_torch("run_experts", reason)
         return reference.run_experts(x, weights, ids, gate_up, down, activation_name)
+    products = [table for table in tables if not isinstance(table, str)]
     num_tokens, top_k = ids.shape
     out = torch.empty(num_tokens, down.num_rows, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     x = x if x.stride(-1) == 1 else x.contiguous()
-    groups = _Groups.of(ids, len(down.weights))
+    groups = Groups.of(ids, len(down.weights))
     hidden = torch.empty(ids.numel(), sum(m.num_rows for m in gate_up), dtype=x.dtype, device=x.device)
     column = 0
-    for matrix in gate_up:
-        _multiply(x, matrix, groups, hidden[:, column : column + matrix.num_rows], top_k)
-        column += matrix.num_rows
+    for part in products[:-1]:
+        part.multiply(x, groups, hidden[:, column : column + part.num_rows], top_k)
+        column += part.num_rows
     act = activation.silu_and_mul if activation_name == "silu" else activation.gelu_and_mul
     parts = torch.empty(ids.numel(), down.num_rows, dtype=x.dtype, device=x.device)
-    _multiply(act(hidden), down, groups, parts, 1)
+    products[-1].multiply(act(hidden), groups, parts, 1)
     block = min(1024, power_of_two(down.num_rows))
     combine_kernel[(num_tokens, triton.cdiv(down.num_rows, block))](
         parts, weights.float().contiguous(), out, down.num_rows, TOP_K=top_k, BLOCK=block, num_warps=4
@@ -147,69 +154,38 @@ def run_experts(
     return out
 
 
-def _unfit(x: Tensor, matrices: Sequence[ExpertMatrix], activation_name: str) -> str | None:
+def _unfit(x: Tensor, tables: Sequence[PlainExperts | PackedExperts | str], activation_name: str) -> str | None:
     """Why the kernels do not take these experts, in a few words."""
     if activation_name not in ("silu", "gelu_tanh"):
         return f"the activation {activation_name}"
-    for matrix in matrices:
-        if matrix.qtype is not None or matrix.scales is not None:
-            return "packed experts"
-        dense = _dense(matrix)
-        if len(dense) < len(matrix.weights):
-            return "packed experts"
-        for weight in dense:
-            if weight.dtype != x.dtype or weight.stride() != dense[0].stride() or weight.stride(1) != 1:
-                return f"experts of {weight.dtype} and strides {weight.stride()} with activations of {x.dtype}"
-            if weight.data_ptr() % ALIGNMENT:
-                return f"experts that do not begin at a multiple of {ALIGNMENT} bytes"
+    for table in tables:
+        if isinstance(table, str):
+            return table
+        if isinstance(table, PlainExperts) and table.dtype != x.dtype:
+            return f"experts of {table.dtype} with activations of {x.dtype}"
     return None
 
 
-def _addresses(matrix: ExpertMatrix, device: torch.device) -> Tensor:
-    """Where each expert's weights begin, (E,) int64 on the device; they stay where they are as long as the matrix."""
-    known = _known_addresses.get(matrix)
+def _table(matrix: ExpertMatrix) -> PlainExperts | PackedExperts | str:
+    """The experts as the kernels read them, found at first use; or in a few words what they do not read."""
+    known = _known.get(matrix)
     if known is None:
-        known = torch.tensor([weight.data_ptr() for weight in _dense(matrix)], device=device)
-        _known_addresses[matrix] = known
+        is_plain = matrix.qtype is None and all(isinstance(weight, Tensor) for weight in matrix.weights)
+        _known[matrix] = known = _plain_experts(matrix) if is_plain else packed_experts(matrix)
     return known
 
 
-def _dense(matrix: ExpertMatrix) -> list[Tensor]:
-    return [weight for weight in matrix.weights if isinstance(weight, Tensor)]
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """The slots of a step by expert, all on the device."""
-
-    order: Tensor
-    slot_ends: Tensor
-    tile_ends: Tensor
-    rows: int
-    most_tiles: int
-
-    @staticmethod
-    def of(ids: Tensor, num_experts: int) -> _Groups:
-        """Tiles as tall as an expert's share of the slots, within what matrix instructions want."""
-        slots = ids.flatten()
-        rows = min(128, max(16, power_of_two(slots.numel() // num_experts)))
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
-        counts.scatter_add_(0, slots, torch.ones_like(slots))
-        tiles = (counts + rows - 1) // rows
-        order = torch.argsort(slots, stable=True)
-        most = slots.numel() // rows + min(num_experts, slots.numel())
-        return _Groups(order, counts.cumsum(0), tiles.cumsum(0), rows, most)
-
-
-def _multiply(x: Tensor, matrix: ExpertMatrix, groups: _Groups, out: Tensor, slots_per_row: int) -> None:
-    first = _dense(matrix)[0]
-    num_outputs, num_inputs = first.shape
-    grouped_kernel[(groups.most_tiles, triton.cdiv(num_outputs, OUTPUTS))](
-        x, _addresses(matrix, x.device), out, groups.order, groups.slot_ends, groups.tile_ends, len(matrix.weights),
-        num_outputs, num_inputs, x.stride(0), first.stride(0), out.stride(0),
-        SLOTS_PER_ROW=slots_per_row, ROWS=groups.rows, OUTPUTS=OUTPUTS, INPUTS=INPUTS,
-        num_warps=num_warps(groups.rows), num_stages=3,
-    )  # fmt: skip
+def _plain_experts(matrix: ExpertMatrix) -> PlainExperts | str:
+    dense = [weight for weight in matrix.weights if isinstance(weight, Tensor)]
+    if matrix.scales is not None:
+        return "plain experts with scales"
+    reason = uneven(dense)
+    if reason:
+        return reason
+    first = dense[0]
+    addresses = torch.tensor([weight.data_ptr() for weight in dense], device=first.device)
+    num_rows, num_columns = first.shape
+    return PlainExperts(addresses, num_rows, num_columns, first.stride(0), first.dtype)
 
 
 def num_warps(rows: int) -> int:

@@ -454,7 +454,10 @@ class FakeEngine:
     is_shut_down: bool = False
     max_model_len: int = 4096
 
-    async def generate(self, prompt: Any, params: SamplingParams, *, request_id: str) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: Any, params: SamplingParams, *, request_id: str, lora: str | None
+    ) -> AsyncIterator[RequestOutput]:
+        assert lora is None
         self.seen.append((prompt, params, request_id))
         ids: list[int] = prompt["prompt_token_ids"]
         for i, count in enumerate(self.deltas):

@@ -30,6 +30,10 @@ class FakeLLM:
             on_load_progress(2, 2)
         FakeLLM.made.append(self)
 
+    @classmethod
+    def for_text(cls, **keywords: Any) -> FakeLLM:
+        return cls(**keywords)
+
     def __enter__(self) -> FakeLLM:
         return self
 

@@ -53,7 +53,7 @@ class Serving:
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self.server.__aexit__(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(120)
         self._loop.close()
 
 
@@ -245,7 +245,9 @@ class FakeAsyncLLM:
         self.is_shut_down = False
         self.made.append(self)
 
-    async def generate(self, prompt: Any, params: SamplingParams, *, request_id: str) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: Any, params: SamplingParams, *, request_id: str, lora: str | None
+    ) -> AsyncIterator[RequestOutput]:
         self.params.append(params)
         left = params.max_tokens or 0
         while left:

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from vkit.benchmark.synthetic import write_synthetic
 
@@ -79,6 +80,38 @@ def test_drafts_change_no_id_and_are_reported(
     assert "acceptance length, mean" in shown
     plain = vkit_run("bench", "--model", str(checkpoint), *options)
     assert json.loads(plain.stdout)["runs"][0]["summary"]["mean_acceptance_length"] is None
+
+
+def test_every_request_runs_with_the_adapter(
+    vkit_run: Any, checkpoint: Path, prompt_file: Path, expected_ids: list[list[int]], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weight = load_file(checkpoint / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    up, down = torch.randn(weight.shape[0], 2), torch.randn(2, weight.shape[1])
+    (tmp_path / "a").mkdir()
+    prefix = "base_model.model.model.layers.0.mlp.down_proj"
+    pair = {f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}
+    save_file(pair, tmp_path / "a" / "adapter_model.safetensors")
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    ids = tmp_path / "ids.json"
+    options = ("--dataset-path", str(prompt_file), "--json", "-", "--output-token-ids", str(ids))
+    adapter = ("--enable-lora", "--lora-modules", f"a={tmp_path / 'a'}")
+    run = vkit_run("bench", "--model", str(checkpoint), *adapter, *options)
+    assert run.status == 0, run.stderr
+    assert json.loads(run.stdout)["settings"]["lora"] == "a"
+
+    from vkit import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+    with LLM(model=str(checkpoint), enable_lora=True, lora_modules={"a": str(tmp_path / "a")}) as llm:
+        adapted = [llm.generate([{"prompt_token_ids": ids}], params, lora="a")[0].outputs[0] for ids in PROMPTS]
+    assert json.loads(ids.read_text()) == [output.token_ids for output in adapted] != expected_ids
+    refused = vkit_run("bench", "--url", "http://127.0.0.1:9", *adapter)
+    assert refused.status == 2
+    assert "cannot be used here: --url measures a server with settings of its own" in refused.stderr
+    none = vkit_run("bench", "--model", str(checkpoint), "--enable-lora")
+    assert (none.status, "one adapter is needed here" in none.stderr) == (2, True)
 
 
 def test_a_mistyped_key_ends_before_the_model_is_looked_at(vkit_run: Any, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     assert PROGRAM is not None
     command = [PROGRAM, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
     running = Server(subprocess.Popen(command, stdout=subprocess.DEVNULL), f"redis://127.0.0.1:{port}/0")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200
     while True:
         try:
             running.client().ping()

@@ -43,10 +43,17 @@ def make_adapter(
     stored, added = {}, {}
     for name, weight in load_file(base / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not any(module.endswith(f".{wanted}") for wanted in names):
+        if not any(f".{module}".endswith(f".{wanted}") for wanted in names):
             continue
-        down = torch.randn(rank, weight.shape[1], generator=generator) * 0.3
-        up = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
+        is_table = module.endswith("embed_tokens")
+        num_in, num_out = weight.shape if is_table else reversed(weight.shape)
+        down = torch.randn(rank, num_in, generator=generator) * 0.3
+        up = torch.randn(num_out, rank, generator=generator) * 0.3
+        if is_table:
+            stored[f"base_model.model.{module}.lora_embedding_A"] = down
+            stored[f"base_model.model.{module}.lora_embedding_B"] = up
+            added[name] = (up @ down).T * (alpha / rank)
+            continue
         stored[f"base_model.model.{module}.lora_A.weight"] = down
         stored[f"base_model.model.{module}.lora_B.weight"] = up
         added[name] = up @ down * (alpha / rank)
@@ -95,11 +102,13 @@ def open_llm(model: Path, **keywords: Any) -> LLM:
 ATTENTION = ["self_attn.q_proj", "self_attn.v_proj"]
 EVERYTHING = [*ATTENTION, "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
+EVERYWHERE = [*EVERYTHING, "embed_tokens", "lm_head"]
+
 
 @pytest.mark.parametrize("budget", [8, 64])
 def test_mixed_batches_equal_merged_weights(budget: int, base: Path, tmp_path: Path) -> None:
     one, added_one = make_adapter(tmp_path / "one", base, ATTENTION, seed=1)
-    two, added_two = make_adapter(tmp_path / "two", base, EVERYTHING, rank=5, seed=2)
+    two, added_two = make_adapter(tmp_path / "two", base, EVERYWHERE, rank=5, seed=2)
     expected: dict[str | None, list[torch.Tensor]] = {}
     for name, added in ((None, {}), ("one", added_one), ("two", added_two)):
         with open_llm(merged(tmp_path / f"merged-{name}", base, added)) as llm:
@@ -116,7 +125,7 @@ def test_mixed_batches_equal_merged_weights(budget: int, base: Path, tmp_path: P
 
 
 def test_generation_follows_the_adapter(base: Path, tmp_path: Path) -> None:
-    path, added = make_adapter(tmp_path / "a", base, EVERYTHING, seed=3)
+    path, added = make_adapter(tmp_path / "a", base, EVERYWHERE, seed=3)
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     with open_llm(merged(tmp_path / "merged", base, added)) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
@@ -134,6 +143,42 @@ def test_generation_follows_the_adapter(base: Path, tmp_path: Path) -> None:
         assert whole == parts == llm.generate("hi", params, lora="a")[0].outputs[0].token_ids
         streamed = [t for output in llm.stream(PROMPTS[0], params, lora="a") for t in output.outputs[0].token_ids]
         assert streamed == expected[0]
+
+
+def test_a_tied_head_and_its_table_have_adapters_apart(tmp_path: Path) -> None:
+    """As PEFT has it: what changes the table leaves the head's product with it alone, and the other way round."""
+    base = copied(tmp_path / "tied", "gemma3")  # whose rows are scaled after the look-up
+    for number, names in enumerate((["embed_tokens"], ["lm_head"], [*ATTENTION, "embed_tokens", "lm_head"])):
+        untied = copied(tmp_path / f"untied{number}", "gemma3")
+        tensors = load_file(untied / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, untied / "model.safetensors")
+        config = json.loads((untied / "config.json").read_text())
+        (untied / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+        path, added = make_adapter(tmp_path / f"a{number}", untied, names, seed=6)
+        with open_llm(merged(tmp_path / f"merged{number}", untied, added)) as llm:
+            expected = logprobs(llm, PROMPTS, [None] * 3)
+        with open_llm(base, enable_lora=True, lora_modules={"a": str(path)}) as llm:
+            for rows, wanted in zip(logprobs(llm, PROMPTS, ["a"] * 3), expected, strict=True):
+                assert (rows - wanted).abs().max() < 5e-4
+    rewritten(path, ensure_weight_tying=True)
+    with open_llm(base, enable_lora=True) as llm, pytest.raises(CheckpointError, match="ensure_weight_tying"):
+        llm.load_lora("a", str(path))
+
+
+def test_copies_of_the_base_must_be_its_own(base: Path, adaptable: LLM, tmp_path: Path) -> None:
+    path, _ = make_adapter(tmp_path / "a", base, ["embed_tokens"])
+    tensors = load_file(path / "adapter_model.safetensors")
+    own = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    for scale, is_own in ((1.0, True), (1.02, False)):
+        tensors[f"{EMBED}.base_layer.weight"] = (own * scale).bfloat16()
+        save_file(tensors, path / "adapter_model.safetensors")
+        if is_own:
+            adaptable.load_lora("copy", str(path))
+            adaptable.unload_lora("copy")
+        else:
+            with pytest.raises(CheckpointError, match="belongs to a changed base model"):
+                adaptable.load_lora("copy", str(path))
 
 
 def test_prefixes_are_not_shared_across_adapters(base: Path, tmp_path: Path) -> None:
@@ -329,6 +374,7 @@ def test_configurations_that_the_tensors_keep(
     adaptable.unload_lora("kept")
 
 
+EMBED = "base_model.model.model.embed_tokens"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 Change = Callable[[dict[str, torch.Tensor]], Any]
 TENSOR_REFUSALS: list[tuple[Change, str]] = [
@@ -337,9 +383,20 @@ TENSOR_REFUSALS: list[tuple[Change, str]] = [
     (lambda t: t.update({f"{Q}.lora_B.weight": torch.ones(32, 9)}), "the model needs"),
     (lambda t: t.update({f"{Q}.lora_A.weight": torch.full((3, 64), float("inf"))}), "not finite"),
     (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(3, 64, dtype=torch.int32)}), "floating"),
-    (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(3, 64)}), "no linear layer lm_head"),
+    (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(3, 64)}), "lm_head has no lora_B"),
+    (lambda t: t.update({f"{EMBED}.lora_A.weight": torch.ones(3, 64)}), "has lora_embedding_A and _B"),
+    (lambda t: t.update({f"{Q}.lora_embedding_A": torch.ones(3, 64)}), "has lora_A and lora_B"),
+    (lambda t: t.update({f"{EMBED}.lora_embedding_A": torch.ones(3, 256)}), "embed_tokens has no lora_B"),
+    (
+        lambda t: t.update({f"{EMBED}.lora_embedding_{x}": torch.ones(3, 3) for x in "AB"}),
+        r"embedding_A has shape \(3, 3\), the model needs \(3, 256\)",
+    ),
+    (lambda t: t.update({f"{EMBED}.base_layer.weight": torch.ones(256, 64)}), "is not the model's own"),
+    (lambda t: t.update({f"{EMBED}.base_layer.weight": torch.ones(260, 64)}), r"shape \(260, 64\), the model needs"),
+    (lambda t: t.update({f"{EMBED}.weight": torch.ones(256, 64)}), "embed_tokens.weight is not part"),
+    (lambda t: t.update({"base_model.model.head.lora_A.weight": torch.ones(3, 64)}), "no layer head that"),
     (lambda t: t.update({"base_model.model.model.norm.weight": torch.ones(32)}), "norm.weight is not part"),
-    (lambda t: t.update({Q.replace("0", "9") + ".lora_A.weight": torch.ones(3, 64)}), "no linear layer model.layers.9"),
+    (lambda t: t.update({Q.replace("0", "9") + ".lora_A.weight": torch.ones(3, 64)}), "no layer model.layers.9"),
     (lambda t: t.clear(), "holds no tensors"),
 ]
 
@@ -398,7 +455,7 @@ def test_settings_that_cannot_be(base: Path) -> None:
 def hf_model(weights: dict[str, torch.Tensor], base: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.from_pretrained(base)
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
     assert all("inv_freq" in name or "lm_head" in name for name in missing)
@@ -427,6 +484,7 @@ def reference_rows(model: Any, prompt: list[int]) -> torch.Tensor:
     [
         {"target_modules": ["q_proj", "v_proj"]},
         {"target_modules": "all-linear", "use_rslora": True},
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "rank_pattern": {"embed_tokens": 6}},
         {
             "target_modules": ["q_proj", "k_proj", "down_proj"],
             "rank_pattern": {"down_proj": 7},
@@ -442,7 +500,22 @@ def test_peft_agrees(settings: dict[str, Any], base: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_peft_agrees_over_packed_weights(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["embed_tokens", "lm_head", "v_proj"]])
+def test_peft_agrees_over_tied_tables(kind: str, targets: list[str], tmp_path: Path) -> None:
+    base = copied(tmp_path / "base", kind)
+    adapted = peft_adapter(
+        tmp_path / "a", hf_model(load_file(base / "model.safetensors"), base), target_modules=targets
+    )
+    assert any("base_layer" in name for name in load_file(tmp_path / "a" / "adapter_model.safetensors"))
+    with open_llm(base, enable_lora=True, lora_modules={"a": str(tmp_path / "a")}) as llm:
+        for prompt, rows in zip(PROMPTS, logprobs(llm, PROMPTS, ["a"] * 3), strict=True):
+            assert (rows - reference_rows(adapted, prompt)).abs().max() < 5e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", ["all-linear", ["embed_tokens", "lm_head", "o_proj"]])
+def test_peft_agrees_over_packed_weights(targets: str | list[str], base: Path, tmp_path: Path) -> None:
     from vkit.loaders import open_checkpoint
 
     packed = open_checkpoint(GOLDENS / "llama" / "model-q8_0.gguf")
@@ -450,7 +523,7 @@ def test_peft_agrees_over_packed_weights(base: Path, tmp_path: Path) -> None:
     for name in packed.tensor_names():
         weight = packed.load(name)
         weights[name] = weight.clone() if isinstance(weight, torch.Tensor) else weight.dequantize(torch.float32)
-    adapted = peft_adapter(tmp_path / "a", hf_model(weights, base), target_modules="all-linear")
+    adapted = peft_adapter(tmp_path / "a", hf_model(weights, base), target_modules=targets)
     with open_llm(
         GOLDENS / "llama" / "model-q8_0.gguf",
         enable_lora=True,

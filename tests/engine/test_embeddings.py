@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vkit import LLM, AsyncLLM, EngineArgs, PromptOptions, SamplingParams
-from vkit.errors import InvalidRequest, ModelLoadError
+from vkit.cli import main
+from vkit.errors import ExitStatus, InvalidRequest, ModelLoadError
 from vkit.loading import load_model
 from vkit.pooling import embedding_form, shortened
 
@@ -170,6 +172,21 @@ def test_where_the_pooling_comes_from(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(ModelLoadError, match="not readable"):
         embedding_form(Files(tmp_path), 4)
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_commands_that_generate_refuse_before_loading(
+    command: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_weights(*args: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("vkit.loading.ResidentModel", no_weights)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    prompt = ["--prompt", "x"] if command == "complete" else []
+    assert main([command, "--model", str(model), *prompt]) == ExitStatus.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vkit: error: embedder makes embeddings and generates no text (use LLM.embed")
 
 
 def test_bidirectional_attention_is_refused(model: Path) -> None:

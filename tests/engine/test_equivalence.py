@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from tests.fakes import GuessingProposer, check_pool, make_engine, make_request, naive_loop, run
 from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.sequence import Sequence
+from vkit.speculation.ngram import NgramProposer
+from vkit.speculation.proposer import Proposer
+from vkit.speculation.suffix import SuffixProposer
+from vkit.speculative_config import SuffixSettings
 from vkit.types import OutputKind, SamplingParams
 
 VOCAB = 24
@@ -26,6 +30,14 @@ GROUPS = {
     "full+state": [CacheGroup(0, CacheKind.FULL, (0,)), CacheGroup(1, CacheKind.STATE, (1,))],
     "state": [CacheGroup(0, CacheKind.STATE, (0,))],
 }
+
+
+OVERLAPS = (
+    {"async_scheduling": False},
+    {"async_scheduling": True},
+    {"async_scheduling": True, "keeps_tokens_on_device": True},
+)
+"""Nothing beside a step; the next one is planned beside it; the next one is launched before its tokens are known."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ def machines(draw: Any) -> dict[str, Any]:
         "block_size": draw(st.sampled_from([1, 2, 3, 4, 8])),
         "spare_blocks": draw(st.sampled_from([0, 0, 1, 3, 10, 60])),
         "enable_prefix_caching": draw(st.booleans()),
-        "async_scheduling": draw(st.booleans()),
+        **draw(st.sampled_from(OVERLAPS)),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority", "lpm"])),
         "limits": {
             "max_num_seqs": max_num_seqs,
@@ -106,8 +118,17 @@ def draftings(draw: Any) -> Drafting:
     return Drafting(draw(st.integers(1, 8)), tuple(draw(st.lists(kinds, min_size=1, max_size=4))))
 
 
-def guesser(drafting: Drafting, expected: dict[str, list[int]]) -> GuessingProposer:
-    """Drafts made of the right continuation, which they follow, spoil, cut or ignore."""
+@st.composite
+def lookups(draw: Any) -> Drafting:
+    return Drafting(draw(st.integers(1, 8)), (draw(st.sampled_from(["ngram", "suffix"])),))
+
+
+def guesser(drafting: Drafting, expected: dict[str, list[int]]) -> Proposer:
+    """Drafts made of the right continuation, which they follow, spoil, cut or ignore; or looked up."""
+    if drafting.kinds == ("ngram",):
+        return NgramProposer(drafting.max_drafts, 1, 3)
+    if drafting.kinds == ("suffix",):
+        return SuffixProposer(drafting.max_drafts, SuffixSettings(max_tree_depth=9, max_cached_requests=3))
 
     def guess(sequence: Sequence) -> list[int]:
         known = len(sequence.token_ids)
@@ -130,6 +151,8 @@ def guesser(drafting: Drafting, expected: dict[str, list[int]]) -> GuessingPropo
 def check_scenario(work: list[Job], machine: dict[str, Any], drafting: Drafting | None = None) -> int:
     """Run the jobs and compare each with the naive loop; the pool is checked after every step. Drafts that stood."""
     machine = dict(machine)
+    if drafting:
+        machine.pop("keeps_tokens_on_device", None)  # drafts follow from tokens that the host must know
     groups = GROUPS[machine.pop("groups")]
     spare = machine.pop("spare_blocks")
     block_size = machine["block_size"]
@@ -193,16 +216,31 @@ def check_scenario(work: list[Job], machine: dict[str, Any], drafting: Drafting 
     return engine.scheduler.draft_stats.num_accepted_tokens
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=st.lists(jobs(), min_size=1, max_size=6), machine=machines())
 def test_tokens_equal_a_naive_loop(work: list[Job], machine: dict[str, Any]) -> None:
     check_scenario(work, machine)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=st.lists(jobs(), min_size=1, max_size=6), machine=machines(), drafting=draftings())
 def test_drafts_change_no_token(work: list[Job], machine: dict[str, Any], drafting: Drafting) -> None:
     check_scenario(work, machine, drafting)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(work=st.lists(jobs(), min_size=1, max_size=6), machine=machines(), drafting=lookups())
+def test_drafts_looked_up_change_no_token(work: list[Job], machine: dict[str, Any], drafting: Drafting) -> None:
+    check_scenario(work, machine, drafting)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_drafts_looked_up_stand(kind: str) -> None:
+    """The tests above verify drafts that stand: a fake model that says what it was told repeats itself."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, logit_bias={5: 90.0}, output_kind=OutputKind.DELTA)
+    work = [Job((5, 6, 5, 7), params, 0, arrives, None, None) for arrives in (0, 20)]
+    machine = {"groups": "full+state", "spare_blocks": 60, "block_size": 4, "limits": {"max_model_len": MAX_LEN}}
+    assert check_scenario(work, machine, Drafting(4, (kind,))) >= 8
 
 
 @pytest.mark.soak
@@ -213,18 +251,18 @@ def test_tokens_equal_a_naive_loop_for_long(work: list[Job], machine: dict[str, 
     check_scenario(work, machine)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=["none", "planned", "launched"])
 @pytest.mark.parametrize("groups", sorted(GROUPS))
 @pytest.mark.parametrize("num_blocks_each", [9, 60])
-def test_small_pools_preempt_and_large_ones_hit(groups: str, async_scheduling: bool, num_blocks_each: int) -> None:
+def test_small_pools_preempt_and_large_ones_hit(groups: str, overlap: dict[str, bool], num_blocks_each: int) -> None:
     """The machinery above is exercised, not avoided: a tiny pool preempts, a second turn hits."""
     engine = make_engine(
         groups=GROUPS[groups],
         num_blocks=1 + num_blocks_each * len(GROUPS[groups]),
         block_size=2,
         vocab_size=VOCAB,
-        async_scheduling=async_scheduling,
         limits={"full_sequence_must_fit": False},
+        **overlap,
     )
     params = SamplingParams(temperature=0.0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)
     requests = [make_request(engine, [3, 4, 5, 6, 7 + i], params, name=f"{i}") for i in range(4)]

@@ -229,7 +229,7 @@ def test_budgets_hold_whatever_happens_on_the_way() -> None:
     assert has_preempted, "the small pool must make somebody give way"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.sampled_from([START, END, AB, *b"<think>/ x"]), max_size=24),
     st.integers(0, 6),

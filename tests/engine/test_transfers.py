@@ -367,7 +367,7 @@ def test_random_loads_losses_aborts_and_small_pools(
     heads = [[rng.randrange(2, 22) for _ in range(rng.randrange(8, 24))] for _ in range(2)]
     prompts = [[*rng.choice(heads)[: rng.randrange(4, 24)], rng.randrange(2, 22)] for _ in range(7)]
     outputs: dict[str, RequestOutput] = {}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     todo = list(enumerate(prompts))
     while todo or engine.has_work:
         assert time.monotonic() < deadline, "the engine spins"

@@ -185,6 +185,19 @@ def test_slot_minus_one_writes_nothing() -> None:
     assert not pages[2].any()
 
 
+def test_a_padding_row_gives_zeros_and_changes_nothing_else() -> None:
+    """A sequence of length zero with one query, as a captured step has in its unused rows."""
+    case = Case([(1, 40), (1, 7)], heads=4, kv_heads=2, head_dim=8, block_size=4, dtype=torch.float32)
+    with kernels.using_backend("cpu", "reference"):
+        expected = case.run(0.5)
+        case.batch.seq_lens[1] = case.batch.host_seq_lens[1] = 0
+        case.batch.block_table[case.batch.host_rows[1]] = 10**6
+        case.batch.memo.clear()
+        found = case.run(0.5)
+    assert not found[1].any()
+    assert torch.equal(found[0], expected[0])
+
+
 def test_errors_name_op_argument_got_and_wanted() -> None:
     case = Case([(2, 5)], heads=4, kv_heads=2, head_dim=8, block_size=4, dtype=torch.float32)
     arguments = (case.k_cache, case.v_cache, case.batch, 1.0)

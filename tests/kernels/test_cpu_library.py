@@ -74,6 +74,30 @@ def test_source_headers_and_flags_are_part_of_the_key(unit: Unit, tmp_path: Path
     assert len(built) == 5
 
 
+def test_a_compiler_is_asked_its_version_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, cache = tmp_path / "c++", tmp_path / "cache"
+    monkeypatch.setattr(build, "cache_folder", lambda: cache)
+
+    def put(version: str) -> None:
+        compiler.write_text(f"#!/bin/sh\necho {version}\necho asked >> {tmp_path}/asked\n")
+        compiler.chmod(0o755)
+
+    def version() -> tuple[str, int]:
+        told = build._version(str(compiler))
+        return told, (tmp_path / "asked").read_text().count("asked")
+
+    put("compiler 1.0")
+    assert [version(), version()] == [("compiler 1.0\n", 1)] * 2
+    (kept,) = cache.iterdir()
+    kept.write_text(kept.read_text().replace("1.0", "6.6"))
+    assert [version(), version()] == [("compiler 1.0\n", 2)] * 2, "a damaged note was believed"
+    put("compiler 20.0")
+    assert [version(), version()] == [("compiler 20.0\n", 3)] * 2
+    compiler.unlink()
+    with pytest.raises(BuildError, match="cannot be run"):
+        version()
+
+
 def test_failures_are_one_clause(unit: Unit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"failed: .*error"):
         build_library("one", [Unit(unit.source, ("-DVALUE=)",))], [], ("-fPIC",))

@@ -1,8 +1,10 @@
-"""Native products of codes with scales, as AWQ, GPTQ, FP8, MXFP4 and NVFP4 checkpoints hold them, at every level."""
+"""Native products of codes with scales, as checkpoints of every scheme hold them, at every level."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -51,6 +53,11 @@ def float4(group: int) -> ScaledMatrix:
     return ScaledMatrix("e2m1", codes, scales.to(dtype), (ROWS, COLUMNS), (1, group), factor=factor)
 
 
+def table(layout: Literal["nf4", "fp4"], group: int) -> ScaledMatrix:
+    codes = torch.randint(0, 256, (ROWS, COLUMNS // 2), dtype=torch.uint8)
+    return ScaledMatrix(layout, codes, torch.rand(ROWS, COLUMNS // group), (ROWS, COLUMNS), (1, group))
+
+
 MATRICES = {
     "gptq 4": lambda: words(4, 128, zeros=True),
     "gptq 4, groups of 32": lambda: words(4, 32, zeros=True),
@@ -67,6 +74,8 @@ MATRICES = {
     "int8 groups": lambda: int8(32),
     "mxfp4": lambda: float4(32),
     "nvfp4": lambda: float4(16),
+    "nf4": lambda: table("nf4", 64),
+    "fp4, groups of 128": lambda: table("fp4", 128),
 }
 
 
@@ -89,9 +98,12 @@ def test_products(name: str, level: str, num_threads: int, native: Operations) -
             assert error.abs().max() < worst
 
 
-def test_every_e4m3_code(level: str, native: Operations) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: fp8((1, COLUMNS)), lambda: table("nf4", 64), lambda: table("fp4", 64)], ids=["e4m3", "nf4", "fp4"]
+)
+def test_every_code_of_floats(make: Callable[[], ScaledMatrix], level: str, native: Operations) -> None:
     """A product with a unit vector is a column of the weight, bit by bit."""
-    matrix = fp8((1, COLUMNS))
+    matrix = make()
     got = native.scaled_linear(torch.eye(COLUMNS), matrix, None)
     assert torch.equal(got.T, matrix.dequantize())
 
@@ -108,15 +120,17 @@ def test_factors_of_the_inputs(level: str, native: Operations) -> None:
 def without(matrix: ScaledMatrix, name: str) -> ScaledMatrix:
     changes: dict[str, dict[str, object]] = {
         "an order of its own": {"group_index": torch.arange(COLUMNS).flip(0).int() // 128},
+        "groups of 32 of a table": {"layout": "nf4", "block": (1, 32), "scales": torch.rand(ROWS, COLUMNS // 32)},
         "zeros of bytes": {"zeros": torch.zeros(ROWS, 2, dtype=torch.uint8)},
     }
     return replace(matrix, **changes[name])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["an order of its own", "zeros of bytes"])
+@pytest.mark.parametrize("name", ["an order of its own", "zeros of bytes", "groups of 32 of a table"])
 def test_what_has_no_packed_form(name: str, library: Library) -> None:
     """The reference takes it: the same as without native kernels."""
-    matrix = without(words(4 if name == "an order of its own" else 8, 128, zeros=False), name)
+    plain = table("nf4", 64) if "table" in name else words(4 if "order" in name else 8, 128, zeros=False)
+    matrix = without(plain, name)
     operations = Operations(library, dict(OPS))
     assert operations.scaled_weights.get(matrix) is None
     x = torch.randn(3, COLUMNS)

@@ -157,3 +157,17 @@ def test_the_public_op_is_the_same_on_every_backend(backend: str) -> None:
     assert torch.equal(
         kernels.draw(logits, torch.arange(14), own, keys)[0], draw(logits, torch.arange(14), own, keys)[0]
     )
+
+
+def test_largest_on_the_device_are_those_on_the_host(backend: str) -> None:
+    logits = (torch.randn(40, 300) * 3).round()  # ties everywhere: the lowest id wins
+    logits[3, 7] = math.nan
+    logits[4] = -math.inf
+    logits[5, 299] = math.inf
+    ids, values = kernels.largest_rows(logits)
+    expected_ids, expected_values = kernels.largest(logits)
+    assert ids.dtype is torch.int64
+    assert ids.tolist() == expected_ids
+    assert [str(value) for value in values.tolist()] == [str(value) for value in expected_values]
+    with pytest.raises(ValueError, match=r"largest_rows: logits \(3,\)"):
+        kernels.largest_rows(torch.zeros(3))

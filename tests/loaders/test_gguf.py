@@ -128,11 +128,11 @@ def test_demo_weights_equal_the_gguf_package(demo_path: Path) -> None:
 
 
 MEASURE = """
-import sys, pathlib, psutil, torch
-def resident():
-    return psutil.Process().memory_info().rss
+import sys, pathlib, re, torch
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
 torch.ones(64, 64) @ torch.ones(64, 64)
-before = resident()
+before = peak()
 from vkit.loaders import open_checkpoint
 from vkit.quantization import linear_method_for
 path = pathlib.Path(sys.argv[1])
@@ -142,14 +142,14 @@ for weight in weights.values():
     if not isinstance(weight, torch.Tensor):
         linear_method_for(weight).apply(torch.ones(1, weight.shape[1]))
 assert "gguf" not in sys.modules, "the package takes two seconds to import"
-print((resident() - before) / path.stat().st_size)
+print((peak() - before) / path.stat().st_size)
 """
 
 
-def test_demo_model_costs_at_most_its_file_and_half(demo_path: Path) -> None:
-    """Every weight loaded and multiplied with, beyond what torch itself takes."""
+def test_demo_model_never_costs_more_than_its_file_and_a_quarter(demo_path: Path) -> None:
+    """Every weight loaded and multiplied with: the most at any time, beyond what torch itself takes."""
     run = subprocess.run([sys.executable, "-c", MEASURE, str(demo_path)], check=True, capture_output=True, text=True)
-    assert 0.9 < float(run.stdout) < 1.5
+    assert 0.9 < float(run.stdout) < 1.25  # measured 1.18
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from vkit.loaders.gguf_header import GGUFHeader, read_header
 from vkit.loaders.storage import open_storage
 
 Write = Callable[..., bytes]
-MAX_SECONDS = 1.0
+MAX_SECONDS = 60.0
 MAX_ALLOCATED = 4 << 20
 
 

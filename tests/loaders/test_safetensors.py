@@ -288,8 +288,8 @@ def test_generation_config(folder: Path, safetensors_file: Write) -> None:
     [
         (
             "config.json",
-            {"text_config": {"quantization_config": {"quant_method": "bitsandbytes"}}},
-            "scheme bitsandbytes",
+            {"text_config": {"quantization_config": {"quant_method": "eetq"}}},
+            "scheme eetq",
         ),
         ("config.json", {"quantization_config": {"bits": 4}}, "scheme of no name"),
         ("config.json", {"quantization_config": 3}, "scheme of no name"),

@@ -218,6 +218,7 @@ def test_large_frames_are_made_smaller_as_they_are_decoded() -> None:
         (b"", "it is empty"),
         (b"no clip", "no known video format"),
         (clip(6)[:200], "no known video format|it is damaged"),
+        (clip(6).replace(b"mp4v", b"xp4v").replace(b"A \x11", b"A\x00\x11"), "nothing here decodes"),
         (sound(), "no known video format|no picture"),
         (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "no known video format"),
         (b"ffconcat version 1.0\nfile /etc/passwd\n", "no known video format"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,18 @@ class TinyCheckpoint:
         return self.tensors[name]
 
 
+TOLERANCE = 5e-4
+"""How far a logit may be from a golden's."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model made of a prompt: logits (prompt tokens, vocabulary) and the most likely tokens after it."""
+
+    logits: torch.Tensor
+    token_ids: list[int]
+
+
 @dataclass
 class Golden:
     """A golden's tensors: prompt, logits at each of its positions, greedy continuation, for two prompts."""
@@ -83,6 +95,14 @@ class Golden:
 
     def greedy(self, suffix: str = "") -> list[int]:
         return self.tensors[f"greedy{suffix}"].tolist()
+
+    def check(self, results: dict[str, Continuation], **names: str) -> None:
+        """`names`: name of a result -> what its tensors are called, with X for "logits" and "greedy" (X, X_b, mm_X)."""
+        assert set(results) == set(names)
+        for key, name in names.items():
+            expected = self.tensors[name.replace("X", "logits")]
+            torch.testing.assert_close(results[key].logits, expected, atol=TOLERANCE, rtol=0)
+            assert results[key].token_ids == self.tensors[name.replace("X", "greedy")].tolist()
 
 
 @pytest.fixture(scope="session")
@@ -170,6 +190,34 @@ class Driver:
         assert logits.dtype == torch.float32
         return list(logits.split([item.num_logits for item in shares]))
 
+    def continue_greedily(
+        self, prompts: Mapping[str, list[int] | PlacedPrompt], chunk: int, steps: int = 16
+    ) -> dict[str, Continuation]:
+        """Prompts admitted one step apart, so that prefill and decode mix, and finished after `steps` tokens."""
+        sequences = {name: self.start(name, prompt) for name, prompt in prompts.items()}
+        logits: dict[str, list[torch.Tensor]] = {name: [] for name in prompts}
+        active: list[Sequence] = []
+        waiting = list(sequences.values())
+        while waiting or active:
+            if waiting:
+                active.append(waiting.pop(0))
+            self.rng.shuffle(active)
+            shares = [self.share(sequence, chunk, all_logits=True) for sequence in active]
+            shares = [share for share in shares if share.num_tokens]  # none: there is no room for its media yet
+            for share, rows in zip(shares, self.run(shares), strict=True):
+                sequence = share.sequence
+                if sequence.num_output_tokens == 0:
+                    logits[sequence.id].append(rows)
+                if share.samples:
+                    sequence.token_ids.append(int(rows[-1].argmax()))
+                if sequence.num_output_tokens == steps:
+                    active.remove(sequence)
+                    self.finish(sequence)
+        return {
+            name: Continuation(torch.cat(logits[name]), sequence.token_ids[sequence.num_prompt_tokens :])
+            for name, sequence in sequences.items()
+        }
+
     def finish(self, sequence: Sequence) -> None:
         for block_ids in sequence.block_ids:
             self._give_back(block_ids, len(block_ids))
@@ -195,6 +243,26 @@ def make_driver() -> Callable[..., Driver]:
         return Driver(runner, options, num_blocks, random.Random(seed))
 
     return make
+
+
+@pytest.fixture
+def begin(
+    load_golden: Callable[[str], Golden], load_model: Callable[..., CausalLM], make_driver: Callable[..., Driver]
+) -> Callable[..., tuple[Golden, Driver]]:
+    """A golden and a driver of its model; `options`: those of Options."""
+
+    def start(
+        name: str,
+        *,
+        seed: int = 0,
+        file: str | None = None,
+        weight_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> tuple[Golden, Driver]:
+        chosen = Options(**options)
+        return load_golden(name), make_driver(load_model(name, chosen, weight_dtype, file), chosen, seed=seed)
+
+    return start
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ import torch
 from vkit import kernels
 from vkit.quantization import QuantizedTensor
 
+Begin = Callable[..., tuple[Any, Any]]
+"""Name and options -> golden and driver; see the conftest."""
 FIRST = ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2"]
 FURTHER = [
     *("qwen3_moe", "mixtral", "gemma", "gemma2", "olmo2", "olmo3", "granite", "glm4", "phi", "stablelm"),
@@ -44,73 +46,24 @@ OUTLIERS = {"mixtral": 1, "minicpm": 1, "deepseek_v2": 2, "deepseek_v3": 2}
 or twice."""
 ROUNDED_OUTLIERS = {"deepseek_v3": 2}
 """The same with float32 activations, where rounding the weights alone moves an expert's near tie."""
-TOLERANCE = 5e-4
-
-
-def greedy_continuation(driver: Any, prompts: dict[str, list[int]], chunk: int, steps: int) -> dict[str, Any]:
-    """Prompts admitted one step apart, so that prefill and decode mix; prompt logits and continuations by name."""
-    sequences = {name: driver.start(name, prompt) for name, prompt in prompts.items()}
-    logits: dict[str, list[torch.Tensor]] = {name: [] for name in prompts}
-    active: list[Any] = []
-    waiting = list(sequences.values())
-    while waiting or active:
-        if waiting:
-            active.append(waiting.pop(0))
-        driver.rng.shuffle(active)
-        shares = [driver.share(sequence, chunk, all_logits=True) for sequence in active]
-        for share, rows in zip(shares, driver.run(shares), strict=True):
-            sequence = share.sequence
-            if sequence.num_output_tokens == 0:
-                logits[sequence.id].append(rows)
-            if share.samples:
-                sequence.token_ids.append(int(rows[-1].argmax()))
-            if sequence.num_output_tokens == steps:
-                active.remove(sequence)
-                driver.finish(sequence)
-    return {
-        name: (torch.cat(logits[name]), sequence.token_ids[sequence.num_prompt_tokens :])
-        for name, sequence in sequences.items()
-    }
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("name", "block_size", "chunk", "backend"), SHAPES, indirect=["backend"])
-def test_logits_and_greedy(
-    name: str,
-    block_size: int,
-    chunk: int,
-    load_golden: Callable[..., Any],
-    load_model: Callable[..., Any],
-    make_driver: Callable[..., Any],
-    make_options: Callable[..., Any],
-) -> None:
-    golden = load_golden(name)
-    options = make_options(block_size=block_size)
-    driver = make_driver(load_model(name, options), options, seed=chunk)
-    results = greedy_continuation(driver, {"a": golden.prompt(), "b": golden.prompt("_b")}, chunk, 16)
-    for key, suffix in (("a", ""), ("b", "_b")):
-        logits, tokens = results[key]
-        torch.testing.assert_close(logits, golden.logits(suffix), atol=TOLERANCE, rtol=0)
-        assert tokens == golden.greedy(suffix)
+def test_logits_and_greedy(name: str, block_size: int, chunk: int, begin: Begin) -> None:
+    golden, driver = begin(name, block_size=block_size, seed=chunk)
+    golden.check(driver.continue_greedily({"a": golden.prompt(), "b": golden.prompt("_b")}, chunk), a="X", b="X_b")
     assert len(driver.free) == driver.num_blocks - 1
 
 
 @pytest.mark.parametrize("name", [*FIRST, *FURTHER, *SENSITIVE])
-def test_steps_are_recorded(
-    name: str,
-    caplog: pytest.LogCaptureFixture,
-    load_golden: Callable[..., Any],
-    load_model: Callable[..., Any],
-    make_driver: Callable[..., Any],
-    make_options: Callable[..., Any],
-) -> None:
+def test_steps_are_recorded(name: str, caplog: pytest.LogCaptureFixture, begin: Begin) -> None:
     """Native kernels have every operation of every model, so that a step is one call."""
     if not kernels.backends("cpu")[0].wrap_step:
         pytest.skip("no native kernels here")
     caplog.set_level("DEBUG", "vkit.kernels")
-    options = make_options(block_size=16)
-    driver = make_driver(load_model(name, options), options)
-    greedy_continuation(driver, {"a": load_golden(name).prompt()}, 64, 1)
+    golden, driver = begin(name)
+    driver.continue_greedily({"a": golden.prompt()}, 64, steps=1)
     messages = [record.getMessage() for record in caplog.records]
     assert [message for message in messages if "recorded" in message]
     assert not [message for message in messages if "op by op" in message or "no native kernel" in message]
@@ -120,39 +73,17 @@ def test_steps_are_recorded(
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("chunk", [5, 64])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_5"])
-def test_gguf(
-    name: str,
-    chunk: int,
-    load_golden: Callable[..., Any],
-    load_model: Callable[..., Any],
-    make_driver: Callable[..., Any],
-    make_options: Callable[..., Any],
-) -> None:
+def test_gguf(name: str, chunk: int, begin: Begin) -> None:
     """The same weights as a float32 GGUF file."""
-    golden = load_golden(name)
-    options = make_options(block_size=4)
-    driver = make_driver(load_model(name, options, file="model-f32.gguf"), options)
-    results = greedy_continuation(driver, {"a": golden.prompt(), "b": golden.prompt("_b")}, chunk, 16)
-    for key, suffix in (("a", ""), ("b", "_b")):
-        logits, tokens = results[key]
-        torch.testing.assert_close(logits, golden.logits(suffix), atol=TOLERANCE, rtol=0)
-        assert tokens == golden.greedy(suffix)
+    golden, driver = begin(name, file="model-f32.gguf", block_size=4)
+    golden.check(driver.continue_greedily({"a": golden.prompt(), "b": golden.prompt("_b")}, chunk), a="X", b="X_b")
 
 
-def test_packed_gguf(
-    load_golden: Callable[..., Any],
-    load_model: Callable[..., Any],
-    make_driver: Callable[..., Any],
-    make_options: Callable[..., Any],
-) -> None:
+def test_packed_gguf(begin: Begin) -> None:
     """8-bit blocks stay packed, and their logits are near those of the float32 weights."""
-    golden, options = load_golden("llama"), make_options()
-    model = load_model("llama", options, file="model-q8_0.gguf")
-    assert isinstance(model.model.embed_tokens.weight, QuantizedTensor)
-    driver = make_driver(model, options)
-    sequence = driver.start("a", golden.prompt())
-    (logits,) = driver.run([driver.share(sequence, 64, all_logits=True)])
-    expected = golden.logits()
+    golden, driver = begin("llama", file="model-q8_0.gguf")
+    assert isinstance(driver.runner.model.model.embed_tokens.weight, QuantizedTensor)
+    logits, expected = driver.continue_greedily({"a": golden.prompt()}, 64, steps=1)["a"].logits, golden.logits()
     assert float((logits - expected).abs().max()) <= 0.02 * float(expected.max() - expected.min())
 
 
@@ -164,18 +95,11 @@ def test_longrope_follows_max_model_len(
     suffix: str,
     max_model_len: int,
     block_size: int,
-    load_golden: Callable[..., Any],
-    load_model: Callable[..., Any],
-    make_driver: Callable[..., Any],
-    make_options: Callable[..., Any],
+    begin: Begin,
 ) -> None:
     """Factors are chosen once per engine: long ones above the original length of 32, short ones up to it."""
-    golden = load_golden(name)
-    options = make_options(block_size=block_size, max_model_len=max_model_len)
-    driver = make_driver(load_model(name, options), options)
-    logits, tokens = greedy_continuation(driver, {"a": golden.prompt(suffix)}, 7, 16)["a"]
-    torch.testing.assert_close(logits, golden.logits(suffix), atol=TOLERANCE, rtol=0)
-    assert tokens == golden.greedy(suffix)
+    golden, driver = begin(name, block_size=block_size, max_model_len=max_model_len)
+    golden.check(driver.continue_greedily({"a": golden.prompt(suffix)}, 7), a=f"X{suffix}")
 
 
 @pytest.mark.parametrize(
@@ -183,23 +107,15 @@ def test_longrope_follows_max_model_len(
     [*((name, torch.bfloat16) for name in FIRST + FURTHER), *((name, torch.float16) for name in FIRST)],
 )
 def test_half_precision_weights(
-    name: str,
-    weight_dtype: torch.dtype,
-    load_golden: Callable[..., Any],
-    load_model: Callable[..., Any],
-    make_driver: Callable[..., Any],
-    make_options: Callable[..., Any],
+    name: str, weight_dtype: torch.dtype, begin: Begin, load_golden: Callable[..., Any]
 ) -> None:
     """Narrow weights with float32 or narrow activations: within 2 % of the logits' range, greedy equal beyond that."""
-    golden = load_golden(name)
-    expected = golden.logits()
+    expected = load_golden(name).logits()
     allowed = 0.02 * float(expected.max() - expected.min())
     margins = expected.topk(2).values
     for dtype in ("float32", str(weight_dtype).removeprefix("torch.")):
-        options = make_options(dtype=dtype)
-        driver = make_driver(load_model(name, options, weight_dtype), options)
-        sequence = driver.start("a", golden.prompt())
-        (logits,) = driver.run([driver.share(sequence, sequence.num_tokens, all_logits=True)])
+        golden, driver = begin(name, weight_dtype=weight_dtype, dtype=dtype)
+        logits = driver.continue_greedily({"a": golden.prompt()}, 128, steps=1)["a"].logits
         is_far = (logits - expected).abs().amax(-1) > allowed
         outliers = OUTLIERS if dtype == "bfloat16" else ROUNDED_OUTLIERS if dtype == "float32" else {}
         assert int(is_far.sum()) <= outliers.get(name, 0)
@@ -208,23 +124,13 @@ def test_half_precision_weights(
 
 
 @pytest.mark.parametrize("name", SENSITIVE)
-def test_narrow_activations_cost_no_more_than_narrow_weights(
-    name: str,
-    load_golden: Callable[..., Any],
-    load_model: Callable[..., Any],
-    make_driver: Callable[..., Any],
-    make_options: Callable[..., Any],
-) -> None:
+def test_narrow_activations_cost_no_more_than_narrow_weights(name: str, begin: Begin) -> None:
     """With bfloat16 weights the typical error is at most doubled by bfloat16 activations; float16 is far better."""
-    golden = load_golden(name)
-    expected = golden.logits()
 
     def typical_error(weight_dtype: torch.dtype, dtype: str) -> float:
-        options = make_options(dtype=dtype)
-        driver = make_driver(load_model(name, options, weight_dtype), options)
-        sequence = driver.start("a", golden.prompt())
-        (logits,) = driver.run([driver.share(sequence, sequence.num_tokens, all_logits=True)])
-        return float((logits - expected).abs().amax(-1).median())
+        golden, driver = begin(name, weight_dtype=weight_dtype, dtype=dtype)
+        logits = driver.continue_greedily({"a": golden.prompt()}, 128, steps=1)["a"].logits
+        return float((logits - golden.logits()).abs().amax(-1).median())
 
     from_weights = typical_error(torch.bfloat16, "float32")
     assert typical_error(torch.bfloat16, "bfloat16") <= 2 * from_weights

@@ -20,6 +20,8 @@ from vkit.loaders import open_checkpoint
 from vkit.models import build_model
 from vkit.quantization import StackedLinear
 
+Begin = Callable[..., tuple[Any, Any]]
+"""Name and options -> golden and driver; see the conftest."""
 ROUNDED = ["ct_fp8_dynamic", "ct_int8_w8a8", "fp8_block", "fp8_static", "nvfp4_ct", "nvfp4_modelopt"]
 """Those whose activations are rounded too."""
 PLAIN = [
@@ -44,19 +46,6 @@ class WeightsOnly:
         return dataclasses.replace(weight, inputs=None) if isinstance(weight, ScaledMatrix) else weight
 
 
-def logits_and_greedy(driver: Any, prompt: list[int], chunk: int, steps: int) -> tuple[torch.Tensor, list[int]]:
-    sequence = driver.start("a", prompt)
-    parts: list[torch.Tensor] = []
-    while sequence.num_output_tokens < steps:
-        share = driver.share(sequence, chunk, all_logits=True)
-        (rows,) = driver.run([share])
-        if sequence.num_output_tokens == 0:
-            parts.append(rows)
-        if share.samples:
-            sequence.token_ids.append(int(rows[-1].argmax()))
-    return torch.cat(parts), sequence.token_ids[len(prompt) :]
-
-
 def test_every_golden_is_judged(golden_path: Callable[[str], Path]) -> None:
     assert sorted(path.name for path in golden_path("quant").iterdir()) == sorted(ROUNDED + PLAIN)
 
@@ -76,23 +65,16 @@ def test_weights(
     """Plain activations: logits and greedy tokens are those of the dequantised weights."""
     golden, options = load_golden(f"quant/{name}"), make_options(block_size=4)
     model = build_model(WeightsOnly(open_checkpoint(golden_path(f"quant/{name}"))), options)  # type: ignore[arg-type]
-    logits, tokens = logits_and_greedy(make_driver(model, options), golden.prompt(), chunk, 16)
-    torch.testing.assert_close(logits, golden.logits(), atol=TOLERANCE, rtol=0)
-    assert tokens == golden.greedy()
+    found = make_driver(model, options).continue_greedily({"a": golden.prompt()}, chunk)["a"]
+    torch.testing.assert_close(found.logits, golden.logits(), atol=TOLERANCE, rtol=0)
+    assert found.token_ids == golden.greedy()
 
 
 @pytest.mark.parametrize("name", PLAIN + ROUNDED)
-def test_fast_products(
-    name: str,
-    load_golden: Callable[..., Any],
-    load_model: Callable[..., Any],
-    make_driver: Callable[..., Any],
-    make_options: Callable[..., Any],
-) -> None:
+def test_fast_products(name: str, begin: Begin) -> None:
     """With what the machine has, activations rounded by 32 or not at all: logits nearly parallel to those recorded."""
-    golden, options = load_golden(f"quant/{name}"), make_options(block_size=4)
-    driver = make_driver(load_model(f"quant/{name}", options), options)
-    logits, _ = logits_and_greedy(driver, golden.prompt(), 64, 1)
+    golden, driver = begin(f"quant/{name}", block_size=4)
+    logits = driver.continue_greedily({"a": golden.prompt()}, 64, steps=1)["a"].logits
     assert torch.nn.functional.cosine_similarity(logits, golden.logits(), dim=1).min() > 0.999
 
 
@@ -100,33 +82,18 @@ def test_fast_products(
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.usefixtures("backend")
-def test_rounded_activations(
-    name: str,
-    chunk: int,
-    load_golden: Callable[..., Any],
-    load_model: Callable[..., Any],
-    make_driver: Callable[..., Any],
-    make_options: Callable[..., Any],
-) -> None:
+def test_rounded_activations(name: str, chunk: int, begin: Begin) -> None:
     """As the checkpoint declares them."""
-    golden, options = load_golden(f"quant/{name}"), make_options(block_size=4)
-    driver = make_driver(load_model(f"quant/{name}", options), options)
-    logits, _ = logits_and_greedy(driver, golden.prompt(), chunk, 1)
+    golden, driver = begin(f"quant/{name}", block_size=4)
+    logits = driver.continue_greedily({"a": golden.prompt()}, chunk, steps=1)["a"].logits
     torch.testing.assert_close(logits, golden.tensors["logits_actq"], atol=TOLERANCE, rtol=0)
     assert (logits - golden.logits()).abs().max() > 20 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8_static", "nvfp4a16_ct"])
-def test_bfloat16(
-    name: str,
-    load_golden: Callable[..., Any],
-    load_model: Callable[..., Any],
-    make_driver: Callable[..., Any],
-    make_options: Callable[..., Any],
-) -> None:
-    golden, options = load_golden(f"quant/{name}"), make_options(dtype="bfloat16", kv_cache_dtype="bfloat16")
-    driver = make_driver(load_model(f"quant/{name}", options), options)
-    logits, _ = logits_and_greedy(driver, golden.prompt(), 64, 1)
+def test_bfloat16(name: str, begin: Begin) -> None:
+    golden, driver = begin(f"quant/{name}", dtype="bfloat16", kv_cache_dtype="bfloat16")
+    logits = driver.continue_greedily({"a": golden.prompt()}, 64, steps=1)["a"].logits
     expected = golden.tensors.get("logits_actq", golden.logits())
     assert (logits - expected).abs().max() < 0.05 * (expected.max() - expected.min())
 

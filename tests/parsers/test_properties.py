@@ -18,7 +18,7 @@ from vkit.parsers.reasoning_reader import Opening
 from vkit.parsers.registry import reasoning_parser_for, tool_parser_for
 from vkit.parsers.tool_reader import ToolParser
 
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 _TOKEN = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]|\"[^\"]*\"|\w+|\s+|[^\w\s]")
 _NOISE = [
     *"{}[]\"\\<>,:()='\n \x01",

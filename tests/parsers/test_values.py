@@ -107,7 +107,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(_VALUES)
 def test_python_literals_are_read_back(value: Any) -> None:
     assert ast.literal_eval(repr(value)) == value
@@ -134,7 +134,7 @@ def test_what_json_cannot_hold(text: str) -> None:
         literal_json(text)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.text(max_size=4), _VALUES, max_size=3), st.sampled_from([None, 1]), st.booleans())
 def test_json_is_completed_wherever_it_is_cut(value: dict[str, Any], indent: int | None, ascii_only: bool) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)

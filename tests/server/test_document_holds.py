@@ -61,7 +61,7 @@ def stored(server):
 
 
 bounded = hypothesis.settings(
-    max_examples=12, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), derandomize=True, database=None
+    max_examples=12, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), database=None
 )
 
 

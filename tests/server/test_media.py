@@ -186,7 +186,7 @@ def test_pictures_that_tools_return_go_to_the_next_turn(server):
 def test_a_clip_is_shown(server):
     url = "data:video/mp4;base64," + base64.b64encode(clip()).decode()
     body = {"model": "toy", "messages": asked({"type": "video_url", "video_url": {"url": url}}, text()), **GREEDY}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=200)
     assert reply.status_code == 200, reply.text
     assert reply.json()["usage"]["prompt_tokens"] > 60
 
@@ -201,7 +201,7 @@ def test_tokenize_counts_pictures(server):
 def test_a_name_stands_for_what_was_sent_before(server, expected):
     def post(**part):
         body = {"model": "toy", "messages": asked({"type": "image_url", **part}, text()), **GREEDY}
-        return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=200)
 
     assert post(uuid="cat").status_code == 400
     assert post(uuid="cat", image_url={"url": data_url(1)}).status_code == 200
@@ -228,7 +228,7 @@ REFUSED = [
 @pytest.mark.parametrize(("part", "status", "words"), REFUSED)
 def test_what_cannot_be_used_is_named(server, part, status, words):
     body = {"model": "toy", "messages": asked(text(), part)}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=200)
     assert reply.status_code == status, reply.text
     error = reply.json()["error"]
     assert words in error["message"]
@@ -240,7 +240,7 @@ def test_what_cannot_be_prepared_is_named(server):
     Image.fromarray(np.zeros((2, 900, 3), dtype=np.uint8)).save(buffer, "PNG")
     narrow = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     body = {"model": "toy", "messages": asked(text(), image_part(data_url(1)), image_part(narrow))}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=200)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == "messages.0.content.2"
     assert reply.json()["error"]["message"].startswith("messages.0.content.2: ")
@@ -248,7 +248,7 @@ def test_what_cannot_be_prepared_is_named(server):
 
 def test_limits_and_contradictions(server):
     def post(**body):
-        reply = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "toy", **body}, timeout=60)
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "toy", **body}, timeout=200)
         return reply.status_code, reply.json().get("error", {}).get("message", "")
 
     three = asked(*[image_part(data_url(1))] * 3)
@@ -296,7 +296,7 @@ def test_requests_say_how_media_are_prepared_where_they_may(start, model):
     moving = asked({"type": "video_url", "video_url": {"url": url}})
 
     def count(messages, **extra):
-        reply = httpx.post(f"{process.url}/tokenize", json={"messages": messages, **extra}, timeout=60)
+        reply = httpx.post(f"{process.url}/tokenize", json={"messages": messages, **extra}, timeout=200)
         return reply.json().get("count"), reply.json().get("error", {}).get("message", "")
 
     still = asked(image_part(data_url(1)))

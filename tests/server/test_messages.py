@@ -342,3 +342,23 @@ async def test_cache_details(serve):
     usage = (await served.post(MESSAGES, request)).json()["usage"]
     assert usage["cache_read_input_tokens"] == 64
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 77
+
+
+async def test_chat_s_names_of_fields_are_never_shown(serve):
+    reply = await serve().post(MESSAGES, body(stop_sequences=[""]))
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith("stop_sequences: ")
+
+
+async def test_what_the_template_never_shows_is_named(serve, toys):
+    plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "r"}]}
+    request = body(messages=[USER, called, result], tools=[TOOL], output_config={"effort": "low"})
+    reply = await serve(toys.FakeAsyncLLM(template=plain)).post(MESSAGES, request)
+    assert reply.status_code == 200, reply.text
+    names = {"tools", "messages.tool_use", "output_config.effort"}
+    assert set(reply.headers["x-vkit-ignored-fields"].split(",")) == names
+    whole = plain + "{{ tools }}{{ tool_calls }}{{ reasoning_effort }}"
+    reply = await serve(toys.FakeAsyncLLM(template=whole)).post(MESSAGES, request)
+    assert "x-vkit-ignored-fields" not in reply.headers

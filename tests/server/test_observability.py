@@ -42,16 +42,16 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[str]]:
     try:
         url = _ready(process, log)
         body = {"prompt": "hello", "max_tokens": 3}
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=200).status_code == 200
         text = httpx.get(f"{url}/metrics").text
         yield {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while "ready after" not in log.read_text():
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()

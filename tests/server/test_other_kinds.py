@@ -48,7 +48,7 @@ def hearer(launch_once: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def client(server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=200)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_every_form_of_transcription(hearer: Any, recording: bytes, text: str) -
 
 def test_several_at_a_time(hearer: Any, recording: bytes, text: str) -> None:
     async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{hearer.url}/v1", api_key="-", max_retries=0, timeout=60) as sdk:
+        async with openai.AsyncOpenAI(base_url=f"{hearer.url}/v1", api_key="-", max_retries=0, timeout=200) as sdk:
             file = ("speech.wav", recording)
             found = await asyncio.gather(
                 *(sdk.audio.transcriptions.create(model="hearer", file=file) for _ in range(5))
@@ -201,7 +201,7 @@ def test_what_cannot_be_honoured_is_named(hearer: Any, recording: bytes) -> None
         f"{hearer.url}/v1/audio/transcriptions",
         files={"file": ("a.wav", recording)},
         data={"language": "en", "temperature": "0", "flavour": "x"},
-        timeout=60,
+        timeout=200,
     )
     assert reply.status_code == 200, reply.text
     assert set(reply.headers["x-vkit-ignored-fields"].split(",")) == {"language", "temperature", "flavour"}
@@ -224,7 +224,7 @@ def test_wrong_transcription_requests(
     hearer: Any, recording: bytes, data: dict[str, str], content: bytes | None, param: str
 ) -> None:
     files = {"file": ("a.wav", recording if content is None else content)}
-    reply = httpx.post(f"{hearer.url}/v1/audio/transcriptions", files=files, data=data, timeout=60)
+    reply = httpx.post(f"{hearer.url}/v1/audio/transcriptions", files=files, data=data, timeout=200)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
 

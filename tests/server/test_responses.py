@@ -290,7 +290,7 @@ async def test_tools_of_other_kinds_are_echoed_and_named(serve):
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
         ({"text": {"format": {"type": "what"}}}, "text.format.type"),
         ({"text": {"verbosity": "what"}}, "text.verbosity"),
-        ({"reasoning": {"effort": "what"}}, "reasoning_effort"),
+        ({"reasoning": {"effort": "what"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "what"}}, "reasoning.summary"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"temperature": 3}, "temperature"),
@@ -493,3 +493,20 @@ def test_leaving_a_stream_cancels_and_background_goes_on(start, toys):
     assert httpx.get(f"{server.url}{RESPONSES}/bg").json()["status"] == "in_progress"
     assert httpx.post(f"{server.url}{RESPONSES}/bg/cancel").json()["status"] == "cancelled"
     server.wait(lambda: engine._running == 0, 1.5)
+
+
+async def test_what_the_template_never_shows_is_named(serve, toys):
+    plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "r"},
+    ]
+    request = {"input": items, "tools": [TOOL], "reasoning": {"effort": "low"}}
+    reply = await serve(toys.FakeAsyncLLM(template=plain)).post(RESPONSES, request)
+    assert reply.status_code == 200, reply.text
+    names = {"tools", "input.function_call", "reasoning.effort"}
+    assert set(reply.headers["x-vkit-ignored-fields"].split(",")) == names
+    whole = plain + "{{ tools }}{{ tool_calls }}{{ reasoning_effort }}"
+    reply = await serve(toys.FakeAsyncLLM(template=whole)).post(RESPONSES, request)
+    assert "x-vkit-ignored-fields" not in reply.headers

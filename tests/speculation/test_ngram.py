@@ -26,7 +26,7 @@ def test_the_example_of_the_specification() -> None:
     assert index.follow(4) == [4, 2, 3]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(
     pieces=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=6),
     shortest=st.integers(1, 4),

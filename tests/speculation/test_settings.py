@@ -9,7 +9,7 @@ import pytest
 
 from vkit.config import EngineArgs
 from vkit.errors import UsageError
-from vkit.speculative_config import SpeculativeSettings, parse_speculative_config
+from vkit.speculative_config import SpeculativeSettings, SuffixSettings, parse_speculative_config
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,26 @@ def test_accepted(given: dict[str, Any], method: str, lookup: tuple[int, int]) -
     assert EngineArgs(model="m", speculative_config=json.dumps(given)).speculation == settings
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"method": "suffix"}, SuffixSettings()),
+        (
+            {"suffix_decoding_max_tree_depth": 64, "suffix_decoding_max_spec_factor": 2},
+            SuffixSettings(max_tree_depth=64, max_spec_factor=2),
+        ),
+        (
+            {"suffix_decoding_max_cached_requests": 0, "suffix_decoding_min_token_prob": 0.5},
+            SuffixSettings(max_cached_requests=0, min_token_prob=0.5),
+        ),
+    ],
+)
+def test_suffix_accepted(given: dict[str, Any], expected: SuffixSettings) -> None:
+    settings = parse_speculative_config({**given, "num_speculative_tokens": 6})
+    assert (settings.method, settings.suffix) == ("suffix", expected)
+
+
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 
@@ -38,7 +58,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         ("[1]", "expected a JSON object"),
         ({}, "method: is required"),
         ({"num_speculative_tokens": 3}, "method: is required"),
-        ({"method": None, "num_speculative_tokens": 3}, "method: expected one of ngram, draft_model"),
+        ({"method": None, "num_speculative_tokens": 3}, "method: expected one of ngram, suffix, draft_model"),
         ({"method": 5, "num_speculative_tokens": 3}, "got 5"),
         ({"method": ["ngram"], "num_speculative_tokens": 3}, "got ['ngram']"),
         ({"method": "ngrams", "num_speculative_tokens": 3}, "did you mean 'ngram'"),
@@ -62,6 +82,19 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         ({**NGRAM, "prompt_lookup_min": 6, "prompt_lookup_max": 5}, "prompt_lookup_min: 6 is above"),
         ({**NGRAM, "num_speculative_token": 4}, "did you mean 'num_speculative_tokens'"),
         ({**NGRAM, "disable_by_batch_size": 4}, "disable_by_batch_size: known but not implemented"),
+        ({"method": "suffix"}, "num_speculative_tokens: is required for suffix"),
+        ({**SUFFIX, "model": "draft"}, "model: suffix reads no draft checkpoint"),
+        ({**SUFFIX, "prompt_lookup_max": 3}, "prompt_lookup_max: applies to ngram, not to suffix"),
+        ({**SUFFIX, "suffix_decoding_max_tree_depth": 1}, "max_tree_depth: expected an integer in 2..256, got 1"),
+        ({**SUFFIX, "suffix_decoding_max_tree_depth": 24.0}, "expected an integer in 2..256, got 24.0"),
+        ({**SUFFIX, "suffix_decoding_max_cached_requests": -1}, "expected an integer of at least 0, got -1"),
+        ({**SUFFIX, "suffix_decoding_max_spec_factor": 0}, "max_spec_factor: expected a number of at least 0.1, got 0"),
+        ({**SUFFIX, "suffix_decoding_max_spec_factor": float("nan")}, "of at least 0.1, got nan"),
+        ({**SUFFIX, "suffix_decoding_min_token_prob": 1.5}, "min_token_prob: expected a number in 0..1, got 1.5"),
+        ({**SUFFIX, "suffix_decoding_min_token_prob": True}, "expected a number in 0..1, got True"),
+        ({**SUFFIX, "suffix_decoding_min_prob": 0.2}, "did you mean 'suffix_decoding_min_token_prob'"),
+        ({**NGRAM, "suffix_decoding_max_tree_depth": 24}, "max_tree_depth: applies to suffix, not to ngram"),
+        ({**SUFFIX, "draft_sample_method": "probabilistic"}, "suffix drafts are never drawn"),
         ({**NGRAM, "zzz": 4}, "unknown key 'zzz'"),
         ({**NGRAM, "draft_sample_method": "probabilistic"}, "draft_sample_method: ngram drafts are never drawn"),
         ({**NGRAM, "draft_sample_method": "best"}, "draft_sample_method: 'best' is unknown"),

@@ -22,10 +22,11 @@ from tests.fakes import (
     make_request,
     run,
 )
+from vkit import kernels
 from vkit.cache.groups import CacheGroup, CacheKind
 from vkit.engine import Engine
 from vkit.inputs import EngineRequest
-from vkit.logits import apply_bitmask, unpacked_bitmask
+from vkit.logits import apply_bitmask
 from vkit.sequence import Sequence
 from vkit.structured.compiler import GrammarCompiler
 from vkit.structured.grammar import GrammarError
@@ -309,10 +310,12 @@ def test_nothing_is_done_where_nothing_is_constrained(compiler: GrammarCompiler,
 def test_masks_on_a_device_and_on_the_host() -> None:
     words = np.random.default_rng(3).integers(-(2**31), 2**31, (2, 4), dtype=np.int64).astype(np.int32)
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :101].astype(bool)
-    assert np.array_equal(unpacked_bitmask(torch.from_numpy(words), 101).numpy(), bits)
     logits = torch.randn(3, 101)
     expected = logits.clone()
     expected[[2, 0]] = torch.where(torch.from_numpy(bits), logits[[2, 0]], -torch.inf)
+    on_device = logits.clone()
+    kernels.mask_tokens(on_device, torch.tensor([2, 0]), torch.from_numpy(words))
+    assert torch.equal(on_device, expected)
     apply_bitmask(logits, [2, 0], words)
     assert torch.equal(logits, expected)
 

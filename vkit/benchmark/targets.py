@@ -140,7 +140,7 @@ class AsyncEngine(Protocol):
         """Longest prompt plus output, in tokens."""
 
     def generate(
-        self, prompt: Any, sampling_params: SamplingParams, *, request_id: str
+        self, prompt: Any, sampling_params: SamplingParams, *, request_id: str, lora: str | None
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request as they come."""
 
@@ -151,8 +151,10 @@ class AsyncEngine(Protocol):
 class EngineTarget:
     """An engine in this process. Takes ownership: `close` shuts it down."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, lora: str | None = None) -> None:
+        """`lora`: the adapter that every request runs with."""
         self._engine = engine
+        self._lora = lora
         tokenizer: TokenizerLike = engine.tokenizer
         self._tokenizer = tokenizer
 
@@ -203,7 +205,8 @@ class EngineTarget:
         drafts = NO_DRAFTS
         assert not isinstance(request.content, str), "prompts are tokenised before the run"
         prompt = {"prompt_token_ids": list(request.content)}
-        async for output in self._engine.generate(prompt, params, request_id=f"bench-{request.index}"):
+        request_id = f"bench-{request.index}"
+        async for output in self._engine.generate(prompt, params, request_id=request_id, lora=self._lora):
             (completion,) = output.outputs
             if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise RequestFailed(completion.error or f"the engine ended the request: {completion.finish_reason}")

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from vkit.layers.adapted import AdapterSwitch, AdapterTarget, AdapterWeights, adapt, adapter_targets
+from vkit.layers.adapted import (
+    ActiveAdapters,
+    AdapterSwitch,
+    AdapterTarget,
+    AdapterWeights,
+    NamedHead,
+    adapt,
+    adapter_targets,
+)
 from vkit.layers.attention import Attention, CacheOwner
 from vkit.layers.decoder import (
     Decoder,
@@ -30,6 +38,7 @@ from vkit.layers.rotary import MultiAxisRotary, RopeSpec, RotaryEmbedding, yarn_
 __all__ = [
     "ACTIVATIONS",
     "Activation",
+    "ActiveAdapters",
     "AdapterSwitch",
     "AdapterTarget",
     "AdapterWeights",
@@ -57,6 +66,7 @@ __all__ = [
     "MoE",
     "Module",
     "MultiAxisRotary",
+    "NamedHead",
     "Norm",
     "ParallelLayer",
     "Placement",

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.cache.groups import CacheKind, LayerCacheSpec, TensorSpec
+from vkit.distributed import ALONE, Ranks
 from vkit.layers.linear import Linear, MergedLinear
 from vkit.layers.module import Module
 from vkit.layers.norm import LayerNorm, Norm, RMSNorm
 from vkit.layers.rotary import RotaryEmbedding
+from vkit.quantization.cutting import Span, widened
 
 if TYPE_CHECKING:
     from vkit.batch import Batch
@@ -75,12 +77,48 @@ class Attention(CacheOwner):
         self.rotary = rotary
         self.window = window
         self._norms_whole_projection = norms_whole_projection
-        self._num_kv_heads = num_kv_heads
+        self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._num_all_kv_heads = num_kv_heads
+        self._ranks = ALONE
         self._head_dim = head_dim
         self._scale = head_dim**-0.5 if scale is None else scale
         self._soft_cap = soft_cap
         self.k_scale = 1.0
         self.v_scale = 1.0
+
+    def shard(self, ranks: Ranks) -> None:
+        """Some of the query heads, and the key heads that they see; with more ranks than key heads, several see one."""
+        heads, kv_heads, head_dim = self._num_heads, self._num_kv_heads, self._head_dim
+        first, stop = ranks.split("attention heads", heads)
+        kv_first, kv_stop = ranks.split_or_repeat("key-value heads", kv_heads)
+        keys = widened([(kv_first, kv_stop)], head_dim)
+        self._shard_projection(self._query_rows(first, stop), keys)
+        self.o_proj.shard_inputs(
+            ranks,
+            ranks.each(lambda rank: widened([ranks.split("attention heads", heads, rank)], head_dim)),
+        )
+        for norm, edges in ((self.q_norm, (first, stop)), (self.k_norm, (kv_first, kv_stop))):
+            if isinstance(norm, LayerNorm):
+                norm.shard_heads(*edges)
+        own, own_kv = (stop - first) * head_dim, (kv_stop - kv_first) * head_dim
+        self._widths = [own, own_kv, own_kv]
+        self._num_kv_heads = kv_stop - kv_first
+        self._ranks = ranks
+
+    def _query_rows(self, first: int, stop: int) -> list[Span]:
+        """Outputs of the query projection that belong to some heads."""
+        return widened([(first, stop)], self._head_dim)
+
+    def _shard_projection(self, queries: list[Span], keys: list[Span]) -> None:
+        projection = self.qkv_proj
+        num_queries, num_keys = self._widths[0], self._widths[1]
+        if isinstance(projection, MergedLinear) and len(projection.projections()) > 1:
+            projection.shard_outputs(queries, *[keys] * (len(projection.projections()) - 1))
+            return
+        starts = num_queries, num_queries + num_keys  # one tensor of queries, keys and values
+        projection.shard_outputs(
+            [*queries, *((start + first, start + stop) for start in starts for first, stop in keys)]
+        )
 
     def cache_spec(self, dtype: torch.dtype) -> LayerCacheSpec:
         """Keys and values of every token, or of those in the window."""
@@ -121,11 +159,22 @@ class Attention(CacheOwner):
         out = kernels.paged_attention(q, k_cache, v_cache, paged, scale, self.window, self._soft_cap)
         return out if self.v_scale == 1.0 else kernels.scale(out, self.v_scale)
 
+    def _whole_norm(self, norm: Norm, x: Tensor, num_heads: int) -> Tensor:
+        """The norm over all `num_heads` heads of x (T, heads here · D), which may be spread over ranks."""
+        ranks = self._ranks
+        if ranks.size == 1:
+            return norm(x)
+        whole = ranks.gather(x).unflatten(-1, (-1, self._head_dim))
+        repeats = whole.shape[1] // num_heads  # ranks that share a key head each bring it
+        normed = norm(whole[:, ::repeats].flatten(1))
+        first, stop = ranks.split_or_repeat("heads", num_heads)
+        return normed[:, first * self._head_dim : stop * self._head_dim].contiguous()
+
     def _positioned(self, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Queries and keys by head, normed and rotated."""
         q_norm, k_norm, rotary = self.q_norm, self.k_norm, self.rotary
         if self._norms_whole_projection and q_norm is not None and k_norm is not None:
-            q, k = q_norm(q), k_norm(k)
+            q, k = self._whole_norm(q_norm, q, self._num_heads), self._whole_norm(k_norm, k, self._num_all_kv_heads)
             q_norm = k_norm = None
         num_tokens, head_dim = q.shape[0], self._head_dim
         q = q if q.ndim == 3 else q.view(num_tokens, -1, head_dim)

@@ -5,8 +5,8 @@ Source: Yang et al. 2024, Gated Delta Networks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.cache.groups import CacheKind, LayerCacheSpec, TensorSpec
+from vkit.distributed import Ranks
 from vkit.layers.attention import CacheOwner
 from vkit.layers.linear import Linear, MergedLinear
 from vkit.layers.module import Module, Placement, TensorSlot
 from vkit.layers.norm import RMSNorm
 from vkit.quantization import Weight
+from vkit.quantization.cutting import Span, index_of, num_in, take_rows, widened
 
 if TYPE_CHECKING:
     from vkit.batch import Batch
@@ -44,6 +46,16 @@ class CausalConv(Module):
         self._has_bias = bias
         self._weight: Tensor
         self._bias: Tensor | None = None
+        self._kept: Tensor | None = None
+
+    def shard_channels(self, spans: Sequence[Span]) -> None:
+        """Keep the channels of the spans, in their order."""
+        self._kept = index_of(spans)
+
+    @property
+    def num_own_channels(self) -> int:
+        """Channels that this rank has."""
+        return self.channels if self._kept is None else len(self._kept)
 
     def slots(self) -> list[TensorSlot]:
         """weight, and bias if there is one."""
@@ -55,6 +67,9 @@ class CausalConv(Module):
         self._weight = placement.vector(tensors["weight"])[:, 0]
         if self._has_bias:
             self._bias = placement.vector(tensors["bias"])
+        if self._kept is not None:
+            self._weight = self._weight[self._kept]
+            self._bias = None if self._bias is None else self._bias[self._kept]
 
     def __call__(self, x: Tensor, state: Tensor, batch: kernels.StateBatch) -> Tensor:
         """x (T, C), state (N, C, K − 1) -> (T, C)."""
@@ -83,6 +98,27 @@ class DeltaShape:
         """Width of all values."""
         return self.num_value_heads * self.value_dim
 
+    def share(self, ranks: Ranks) -> DeltaShape:
+        """The same of one rank."""
+        keys, values = self.num_key_heads // ranks.size, self.num_value_heads // ranks.size
+        return replace(self, num_key_heads=keys, num_value_heads=values)
+
+    def key_heads_of(self, ranks: Ranks, rank: int) -> list[Span]:
+        """A rank's key heads.
+
+        Raises:
+            CannotShare: the ranks do not divide them.
+        """
+        return [ranks.split("key heads of a recurrent layer", self.num_key_heads, rank)]
+
+    def value_heads_of(self, ranks: Ranks, rank: int) -> list[Span]:
+        """The value heads that belong to a rank's key heads, in an order that keeps which belongs to which."""
+        ((first, stop),) = self.key_heads_of(ranks, rank)
+        per_key, num_keys = self.num_value_heads // self.num_key_heads, self.num_key_heads
+        if self.is_tiled:
+            return [(tile * num_keys + first, tile * num_keys + stop) for tile in range(per_key)]
+        return [(first * per_key, stop * per_key)]
+
 
 class GatedDeltaNet(CacheOwner):
     """Delta rule with one decay per head; its output is normed per head, then gated."""
@@ -101,6 +137,7 @@ class GatedDeltaNet(CacheOwner):
         self.layer = layer
         self._shape = shape
         self._gate = gate
+        self._num_heads = shape.num_value_heads
         self._dtypes = dtype, state_dtype
         channels = 2 * shape.keys + shape.values
         heads = shape.num_value_heads
@@ -112,16 +149,36 @@ class GatedDeltaNet(CacheOwner):
         self.conv1d = CausalConv(channels, shape.conv_width)
         self.norm = RMSNorm(shape.value_dim, eps)
         self.out_proj = Linear(shape.values, hidden_size)
+        self._heads: Tensor | None = None
         self._rate: Tensor
         self._bias: Tensor
 
+    def shard(self, ranks: Ranks) -> None:
+        """Some of the key heads, and the value heads that are theirs."""
+        shape = self._shape
+        key_heads, value_heads = (heads(ranks, ranks.rank) for heads in (shape.key_heads_of, shape.value_heads_of))
+        channels = [
+            *widened(key_heads, shape.key_dim),
+            *widened(key_heads, shape.key_dim, shape.keys),
+            *widened(value_heads, shape.value_dim, 2 * shape.keys),
+        ]
+        self.in_proj.shard_outputs(channels, widened(value_heads, shape.value_dim), value_heads, value_heads)
+        self.conv1d.shard_channels(channels)
+        columns = ranks.each(lambda rank: widened(shape.value_heads_of(ranks, rank), shape.value_dim))
+        self.out_proj.shard_inputs(ranks, columns)
+        self._heads = index_of(value_heads)
+        self._shape = own = shape.share(ranks)
+        self._widths = [num_in(channels), own.values, own.num_value_heads, own.num_value_heads]
+
     def slots(self) -> list[TensorSlot]:
         """A_log and dt_bias."""
-        heads = (self._shape.num_value_heads,)
+        heads = (self._num_heads,)
         return [TensorSlot("A_log", heads), TensorSlot("dt_bias", heads)]
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the decay's constants, in float32."""
+        if self._heads is not None:
+            tensors = {name: take_rows(tensor, self._heads) for name, tensor in tensors.items()}
         self._rate = placement.vector(tensors["A_log"], torch.float32)
         self._bias = placement.vector(tensors["dt_bias"], torch.float32)
 
@@ -129,7 +186,7 @@ class GatedDeltaNet(CacheOwner):
         """The last inputs of the convolution, and a matrix per head."""
         shape = self._shape
         matrix = (shape.num_value_heads, shape.key_dim, shape.value_dim)
-        conv = (self.conv1d.channels, shape.conv_width - 1)
+        conv = (self.conv1d.num_own_channels, shape.conv_width - 1)
         return state_spec({"matrix": (matrix, self._dtypes[1]), "conv": (conv, self._dtypes[0])})
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
@@ -180,18 +237,38 @@ class KimiDeltaAttention(CacheOwner):
         self.g_a_proj, self.g_b_proj = Linear(hidden_size, shape.value_dim), Linear(shape.value_dim, shape.values)
         self.o_norm = RMSNorm(shape.value_dim, eps)
         self.o_proj = Linear(shape.values, hidden_size)
+        self._stored_shape = shape
+        self._heads = slice(None)
         self._rate: Tensor
         self._bias: Tensor
 
+    def shard(self, ranks: Ranks) -> None:
+        """Some of the heads."""
+        shape = self._shape
+        heads = shape.key_heads_of(ranks, ranks.rank)
+        keys, values = widened(heads, shape.key_dim), widened(heads, shape.value_dim)
+        self.qkv_proj.shard_outputs(keys, keys, values)
+        for conv, spans in zip((self.q_conv1d, self.k_conv1d, self.v_conv1d), (keys, keys, values), strict=True):
+            conv.shard_channels(spans)
+        self.f_b_proj.shard_outputs(keys)
+        self.b_proj.shard_outputs(heads)
+        self.g_b_proj.shard_outputs(values)
+        columns = ranks.each(lambda rank: widened(shape.key_heads_of(ranks, rank), shape.value_dim))
+        self.o_proj.shard_inputs(ranks, columns)
+        self._heads = slice(*heads[0])
+        self._shape = own = shape.share(ranks)
+        self._widths = [own.keys, own.keys, own.values]
+
     def slots(self) -> list[TensorSlot]:
         """A_log and dt_bias."""
-        heads = self._shape.num_key_heads
-        return [TensorSlot("A_log", (1, 1, heads, 1)), TensorSlot("dt_bias", (self._shape.keys,))]
+        shape = self._stored_shape
+        return [TensorSlot("A_log", (1, 1, shape.num_key_heads, 1)), TensorSlot("dt_bias", (shape.keys,))]
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the decay's constants, in float32."""
-        self._rate = placement.vector(tensors["A_log"], torch.float32).flatten()
-        self._bias = placement.vector(tensors["dt_bias"], torch.float32).view(len(self._rate), -1)
+        heads, num_heads = self._heads, self._stored_shape.num_key_heads
+        self._rate = placement.vector(tensors["A_log"], torch.float32).flatten()[heads]
+        self._bias = placement.vector(tensors["dt_bias"], torch.float32).view(num_heads, -1)[heads]
 
     def cache_spec(self, dtype: torch.dtype) -> LayerCacheSpec:
         """The last inputs of the convolutions, and a matrix per head."""

@@ -8,7 +8,7 @@ Source: DeepSeek-AI 2024a, section 2.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.cache.groups import CacheKind, LayerCacheSpec, TensorSpec
+from vkit.distributed import Ranks
 from vkit.errors import UsageError
 from vkit.layers.attention import CacheOwner
 from vkit.layers.linear import Linear
@@ -23,6 +24,7 @@ from vkit.layers.module import Module, Placement, TensorSlot
 from vkit.layers.norm import RMSNorm
 from vkit.layers.rotary import RotaryEmbedding
 from vkit.quantization import Weight
+from vkit.quantization.cutting import Span, index_of, num_in, take_rows, widened
 
 if TYPE_CHECKING:
     from vkit.batch import Batch
@@ -80,6 +82,20 @@ class LatentAttention(CacheOwner):
         self.o_proj = Linear(shape.num_heads * shape.value_dim, hidden_size, bias=bias)
         self.rotary = rotary
 
+    def shard(self, ranks: Ranks) -> None:
+        """Some of the heads; what all of them share, and the cache, is whole on every rank."""
+        shape = self._shape
+        first, stop = ranks.split("attention heads", shape.num_heads)
+        queries = self.q_proj if shape.q_rank is None else self.q_b_proj
+        queries.shard_outputs(widened([(first, stop)], shape.query_dim))
+        self.kv_b_proj.shard(ranks)
+
+        def columns(rank: int) -> list[Span]:
+            return widened([ranks.split("attention heads", shape.num_heads, rank)], shape.value_dim)
+
+        self.o_proj.shard_inputs(ranks, ranks.each(columns))
+        self._shape = replace(shape, num_heads=stop - first)
+
     def cache_spec(self, dtype: torch.dtype) -> LayerCacheSpec:
         """The latent vector and the rotated part of every token."""
         if dtype.itemsize == 1:
@@ -119,8 +135,14 @@ class LatentMatrices(Module):
 
     def __init__(self, shape: LatentShape) -> None:
         self._shape = shape
+        self._heads: Span | None = None
+        """The heads that this rank has; None: all."""
         self._keys: Tensor
         self._values: Tensor
+
+    def shard(self, ranks: Ranks) -> None:
+        """Some of the heads."""
+        self._heads = ranks.split("attention heads", self._shape.num_heads)
 
     def slots(self) -> list[TensorSlot]:
         """weight."""
@@ -129,8 +151,12 @@ class LatentMatrices(Module):
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the weight, whose rows are per head the keys', then the values'."""
-        shape = self._shape
-        stacked = placement.vector(tensors["weight"]).unflatten(0, (shape.num_heads, -1))
+        shape, weight = self._shape, tensors["weight"]
+        num_heads = shape.num_heads
+        if self._heads is not None:
+            num_heads = num_in([self._heads])
+            weight = take_rows(weight, index_of(widened([self._heads], shape.nope_dim + shape.value_dim)))
+        stacked = placement.vector(weight).unflatten(0, (num_heads, -1))
         keys, self._values = stacked.split([shape.nope_dim, shape.value_dim], dim=1)
         self._keys = keys.transpose(1, 2)
 

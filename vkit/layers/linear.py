@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vkit import kernels
+from vkit.distributed import Ranks
 from vkit.errors import ModelLoadError
 from vkit.layers.module import Module, Placement, TensorSlot
+from vkit.layers.sharded import Reduction, reduction_of
 from vkit.quantization import LinearMethod, ScaledMatrix, StackedLinear, Weight, concat, linear_method_for
+from vkit.quantization.cutting import Span, index_of, take_rows
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
@@ -37,9 +40,20 @@ class Linear(Module):
         self._has_bias = bias
         self._bias: Tensor | None = None
         self._method: LinearMethod
+        self._kept: Tensor | None = None
+        """The outputs that this rank has; None: all."""
+        self._reduction: Reduction | None = None
 
     row_order: Tensor | None = None
     """Outputs are in the stored order."""
+
+    def shard_outputs(self, *parts: Sequence[Span]) -> None:
+        """Keep the outputs of these spans, in their order."""
+        self._kept = index_of([span for part in parts for span in part])
+
+    def shard_inputs(self, ranks: Ranks, columns: Sequence[Sequence[Span]]) -> None:
+        """Take the inputs of these spans, by rank, and give the sum over all ranks."""
+        self._reduction = Reduction(ranks, columns)
 
     @property
     def in_features(self) -> int:
@@ -66,14 +80,19 @@ class Linear(Module):
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the weight as it is stored."""
-        weight = placement.matrix(tensors["weight"])
+        weight, bias = tensors["weight"], tensors.get("bias")
         if self._is_transposed:
             if isinstance(weight, ScaledMatrix):
                 raise ModelLoadError("a quantised layer that keeps its weight as (in, out) has no loader")
             weight = weight.t()
-        self._method = linear_method_for(weight)
-        if self._has_bias:
-            self._bias = placement.vector(tensors["bias"])
+        if self._kept is not None:
+            weight, bias = take_rows(weight, self._kept), None if bias is None else take_rows(bias, self._kept)
+        if bias is not None:
+            self._bias = placement.vector(bias)
+        if self._reduction is not None:
+            self._method = reduction_of(self._reduction, weight, placement.matrix)
+        else:
+            self._method = linear_method_for(placement.matrix(weight))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (T, in) -> (T, out)."""
@@ -105,6 +124,8 @@ class MergedLinear(Module):
         self._fused = fused
         self._row_order = row_order
         """The stored row that each output takes, for checkpoints that interleave projections."""
+        self._kept: list[Tensor] | None = None
+        """By part, the outputs that this rank has; None: all."""
         self._bias: Tensor | None = None
         self._method: LinearMethod
 
@@ -131,9 +152,16 @@ class MergedLinear(Module):
         """Multiply by what `wrap` makes of the method so far."""
         self._method = wrap(self._method)
 
+    def shard_outputs(self, *parts: Sequence[Span]) -> None:
+        """Keep the outputs of these spans of each part, counted from the part's first; in their order."""
+        assert len(parts) == len(self._parts), "as many parts as projections"
+        self._kept = [index_of(spans) for spans in parts]
+
     def choose_form(self, is_stored: Callable[[str], bool]) -> None:
         """One fused tensor, if that is what the checkpoint holds."""
         if self._fused is not None and is_stored(f"{self._fused}.weight"):
+            if self._kept is not None:
+                self._kept = [_side_by_side(self._kept, list(self._parts.values()))]
             self._parts = {self._fused: sum(self._parts.values())}
 
     def slots(self) -> list[TensorSlot]:
@@ -144,23 +172,54 @@ class MergedLinear(Module):
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the weights of all parts."""
-        weights = [self._ordered(placement.matrix(tensors[f"{name}.weight"])) for name in self._parts]
+        indices = self._rows_taken()
+        weights = [
+            placement.matrix(_picked(tensors[f"{name}.weight"], index))
+            for name, index in zip(self._parts, indices, strict=True)
+        ]
         if placement.device.type == "cpu" and len(weights) > 1:
             self._method = StackedLinear(tuple(linear_method_for(weight) for weight in weights))
         else:
             self._method = concat(weights)
         if self._has_bias:
-            bias = torch.cat([placement.vector(tensors[f"{name}.bias"]) for name in self._parts])
-            self._bias = bias if self._row_order is None else bias[self._row_order]
+            self._bias = torch.cat(
+                [
+                    placement.vector(_picked(tensors[f"{name}.bias"], index))
+                    for name, index in zip(self._parts, indices, strict=True)
+                ]
+            )
 
-    def _ordered(self, weight: Weight) -> Weight:
+    def _rows_taken(self) -> list[Tensor | None]:
+        """By part, the stored row that each output takes; None: they are all there, in order."""
         if self._row_order is None:
-            return weight
-        return weight[self._row_order] if isinstance(weight, Tensor) else weight.rows(self._row_order)
+            return [None] * len(self._parts) if self._kept is None else list(self._kept)
+        if self._kept is None:
+            return [self._row_order]
+        return [self._row_order[self._kept[0]]]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (T, in) -> (T, sum of widths)."""
         return self._method.apply(x, self._bias)
+
+
+def shard_pair(ranks: Ranks, width: int, first: Linear, second: Linear) -> None:
+    """Share the `width` between two linear layers.
+
+    Raises:
+        CannotShare: the ranks do not divide it.
+    """
+    first.shard_outputs([ranks.split("MLP columns", width)])
+    second.shard_inputs(ranks, ranks.each(lambda rank: [ranks.split("MLP columns", width, rank)]))
+
+
+def _picked(weight: Weight, index: Tensor | None) -> Weight:
+    return weight if index is None else take_rows(weight, index)
+
+
+def _side_by_side(indices: list[Tensor], widths: list[int]) -> Tensor:
+    """Indices into parts as indices into the parts side by side."""
+    starts = [sum(widths[:part]) for part in range(len(widths))]
+    return torch.cat([index + start for index, start in zip(indices, starts, strict=True)])
 
 
 class GatedMLP(Module):
@@ -182,7 +241,14 @@ class GatedMLP(Module):
         parts = dict.fromkeys(gate_up, intermediate_size)
         self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias, fused="gate_up_proj")
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self._width = intermediate_size
         self._activation = activation
+
+    def shard(self, ranks: Ranks) -> None:
+        """A part of the width between the projections."""
+        own = [ranks.split("MLP columns", self._width)]
+        self.gate_up_proj.shard_outputs(own, own)
+        self.down_proj.shard_inputs(ranks, ranks.each(lambda rank: [ranks.split("MLP columns", self._width, rank)]))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (T, H) -> (T, H)."""
@@ -211,7 +277,12 @@ class PlainMLP(Module):
         self.fc1 = Linear(hidden_size, intermediate_size, bias=bias, is_transposed=is_transposed)
         out = hidden_size if out_features is None else out_features
         self.fc2 = Linear(intermediate_size, out, bias=bias, is_transposed=is_transposed)
+        self._width = intermediate_size
         self._activation = activation
+
+    def shard(self, ranks: Ranks) -> None:
+        """A part of the width between the projections."""
+        shard_pair(ranks, self._width, self.fc1, self.fc2)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (T, H) -> (T, H)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.cache.groups import LayerCacheSpec
+from vkit.distributed import ALONE, Ranks
 from vkit.layers.attention import CacheOwner
 from vkit.layers.delta_net import CausalConv, state_spec
 from vkit.layers.linear import Linear
 from vkit.layers.module import Module, Placement, TensorSlot
 from vkit.quantization import Weight
+from vkit.quantization.cutting import Span, num_in, widened
 
 if TYPE_CHECKING:
     from vkit.batch import Batch
@@ -68,14 +70,42 @@ class Mamba2(CacheOwner):
         self.norm = GroupNorm(shape.inner, shape.num_groups, eps)
         self.out_proj = Linear(shape.inner, hidden_size, bias=bias)
         self._constants: kernels.ScanConstants
+        self._num_heads = shape.num_heads
+        self._heads = slice(None)
+
+    def shard(self, ranks: Ranks) -> None:
+        """Some of the heads and their groups; with more ranks than groups, the same group as others."""
+        shape = self._shape
+        head = ranks.split("heads of a recurrent layer", shape.num_heads)
+        group = ranks.split_or_repeat("groups of a recurrent layer", shape.num_groups)
+        per_group = shape.num_groups * shape.state_size
+        inner = widened([head], shape.head_dim)
+
+        def channels(start: int) -> list[Span]:
+            groups = (widened([group], shape.state_size, start + shape.inner + part * per_group) for part in (0, 1))
+            return [*widened([head], shape.head_dim, start), *(span for spans in groups for span in spans)]
+
+        steps = shape.inner + shape.channels
+        self.in_proj.shard_outputs(inner, channels(shape.inner), widened([head], 1, steps))
+        self.conv1d.shard_channels(channels(0))
+        self.norm.shard(ranks)
+
+        def columns(rank: int) -> list[Span]:
+            return widened([ranks.split("heads of a recurrent layer", shape.num_heads, rank)], shape.head_dim)
+
+        self.out_proj.shard_inputs(ranks, ranks.each(columns))
+        self._heads = slice(*head)
+        self._shape = replace(shape, num_heads=head[1] - head[0], num_groups=group[1] - group[0])
+        self._widths = [num_in(inner), num_in(channels(0)), self._shape.num_heads]
 
     def slots(self) -> list[TensorSlot]:
         """A_log, D and dt_bias."""
-        return [TensorSlot(name, (self._shape.num_heads,)) for name in ("A_log", "D", "dt_bias")]
+        return [TensorSlot(name, (self._num_heads,)) for name in ("A_log", "D", "dt_bias")]
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the heads' constants, in float32."""
-        rate, skip, bias = (placement.vector(tensors[name], torch.float32) for name in ("A_log", "D", "dt_bias"))
+        names, heads = ("A_log", "D", "dt_bias"), self._heads
+        rate, skip, bias = (placement.vector(tensors[name], torch.float32)[heads] for name in names)
         self._constants = kernels.ScanConstants(rate, skip, bias, self._least_step)
 
     def cache_spec(self, dtype: torch.dtype) -> LayerCacheSpec:
@@ -113,6 +143,13 @@ class GroupNorm(Module):
         self._num_groups = num_groups
         self._eps = eps
         self._weight: Tensor
+        self._ranks = ALONE
+        self._own = slice(None)
+
+    def shard(self, ranks: Ranks) -> None:
+        """The channels of some of the groups, or some of a group's."""
+        self._ranks = ranks
+        self._own = slice(*ranks.split("channels of a recurrent layer", self._width))
 
     def slots(self) -> list[TensorSlot]:
         """weight."""
@@ -120,9 +157,16 @@ class GroupNorm(Module):
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the weight."""
-        self._weight = placement.vector(tensors["weight"])
+        self._weight = placement.vector(tensors["weight"])[self._own]
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of x (T, C)."""
-        normed = kernels.rms_norm(x.unflatten(-1, (self._num_groups, -1)), None, self._eps)
-        return kernels.multiply(normed.flatten(1), self._weight)
+        ranks, num_groups = self._ranks, self._num_groups
+        if num_groups % ranks.size:  # a group's channels are spread over ranks
+            normed = self._normed(ranks.gather(x), num_groups)[:, self._own]
+        else:
+            normed = self._normed(x, num_groups // ranks.size)
+        return kernels.multiply(normed, self._weight)
+
+    def _normed(self, x: Tensor, num_groups: int) -> Tensor:
+        return kernels.rms_norm(x.unflatten(-1, (num_groups, -1)), None, self._eps).flatten(1)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vkit.quantization import QuantizedTensor, ScaledMatrix, Weight
+from vkit.distributed import Ranks
+from vkit.quantization import QuantizedTensor, ScaledMatrix, Weight, placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,13 @@ class Placement:
         return dense.to(self.device, self.dtype if dtype is None else dtype)
 
     def matrix(self, value: Weight) -> Weight:
-        """A large weight on the device, packed if it is packed.
+        """A large weight on the device, packed if it is packed, and then as the device's kernels want it.
 
         Under float32 activations a dense weight keeps its own type (and stays a view of the mapped file on a host):
         widening it would double its memory and gain nothing.
         """
         if isinstance(value, QuantizedTensor | ScaledMatrix):
-            return value.to(self.device)
+            return placed(value, self.device)
         if self.dtype is torch.float32 and value.dtype in (torch.float16, torch.bfloat16):
             return value.to(self.device)
         return value.to(self.device, self.dtype)
@@ -59,8 +60,18 @@ class Module:
     def choose_form(self, is_stored: Callable[[str], bool]) -> None:
         """Settle on one of several ways checkpoints store this layer; names as in `slots`. Called before `slots`."""
 
+    def shard(self, ranks: Ranks) -> None:
+        """Be this rank's share from now on, called once, before anything is loaded. What knows no shares is whole on
+        every rank, and its children see to themselves.
+
+        Raises:
+            CannotShare: so many ranks cannot share this layer.
+        """
+        for _, child in self.children():
+            child.shard(ranks)
+
     def slots(self) -> list[TensorSlot]:
-        """The tensors of this layer itself, children left out."""
+        """The tensors of this layer itself, children left out; as stored, whatever part of them a rank keeps."""
         return []
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vkit import kernels
+from vkit.distributed import ALONE, Ranks
 from vkit.errors import ModelLoadError
 from vkit.layers.linear import Activation, Linear
 from vkit.layers.module import Module, Placement, TensorSlot
 from vkit.layers.streaming import ByteRange, ExpertCache, FileReader, StoredMatrix, run_streamed
 from vkit.quantization import QuantizedTensor, ScaledMatrix, Weight
+from vkit.quantization.cutting import can_take_columns, index_of, take_columns, take_rows
 
 _FUSED = "gate_up_proj"
 
@@ -44,6 +46,16 @@ class Experts(Module):
         self._gate_up: list[kernels.ExpertMatrix]
         self._down_matrix: kernels.ExpertMatrix
         self._cache: ExpertCache | None = None
+        self._width = intermediate_size
+        self._ranks = ALONE
+        self._first: int | None = None
+        """The first of this rank's experts, where ranks have whole ones; None: a part of each."""
+
+    def shard(self, ranks: Ranks) -> None:
+        """A part of every expert's width; or some of the experts, where packed weights cannot be cut so."""
+        if self._width % ranks.size:
+            ranks.split("experts", self._num_experts)
+        self._ranks = ranks
 
     @property
     def num_experts(self) -> int:
@@ -73,6 +85,8 @@ class Experts(Module):
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take every expert's weights as they are stored."""
+        if self._ranks.size > 1:
+            tensors = self._shares(tensors)
         matrices = {name: self._matrix(name, tensors, placement) for name in self._shapes}
         self._down_matrix = matrices.pop(self._down)
         self._gate_up = list(matrices.values())
@@ -81,7 +95,53 @@ class Experts(Module):
         """x (T, H), weights and ids (T, k) -> (T, H)."""
         if self._cache is not None:
             return run_streamed(self._cache, x, weights, ids, self._activation)
-        return kernels.run_experts(x, weights, ids, self._gate_up, self._down_matrix, self._activation)
+        if self._first is not None:
+            own = ids - self._first
+            is_elsewhere = (own < 0) | (own >= self._num_here)
+            ids, weights = own.masked_fill(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0.0)
+        out = kernels.run_experts(x, weights, ids, self._gate_up, self._down_matrix, self._activation)
+        return self._ranks.sum(out)
+
+    @property
+    def _num_here(self) -> int:
+        """Experts of which this rank has something."""
+        return self._num_experts if self._first is None else self._num_experts // self._ranks.size
+
+    def _shares(self, tensors: Mapping[str, Weight]) -> Mapping[str, Weight]:
+        """This rank's parts: of every expert, if all ranks' parts can be cut out of all of them; else whole experts.
+
+        Raises:
+            CannotShare: neither is possible.
+        """
+        ranks, width = self._ranks, self._width
+        downs = [tensors[name] for name in self._names(self._down)]
+        spans = [] if width % ranks.size else ranks.each(lambda rank: [ranks.split("columns", width, rank)])
+        if not spans or not all(can_take_columns(weight, own) for weight in downs for own in spans):
+            return self._whole_experts(tensors)
+        own = spans[ranks.rank]
+        rows = index_of(own)
+        shares: dict[str, Weight] = {}
+        for projection in self._shapes:
+            index = torch.cat([rows, rows + width]) if projection == _FUSED and self._is_stacked else rows
+            for name in self._names(projection):
+                weight = tensors[name]
+                shares[name] = take_columns(weight, own) if projection == self._down else take_rows(weight, index)
+        return shares
+
+    def _whole_experts(self, tensors: Mapping[str, Weight]) -> Mapping[str, Weight]:
+        first, stop = self._ranks.split("experts (their packed widths cannot be cut)", self._num_experts)
+        self._first = first
+        if not self._is_stacked:
+            renamed = [(f"{expert}.{name}.weight", f"{expert - first}.{name}.weight")
+                       for expert in range(first, stop) for name in self._shapes]  # fmt: skip
+            return {here: tensors[stored] for stored, here in renamed}
+        return {name: _experts_of(weight, first, stop) for name, weight in tensors.items()}
+
+    def _names(self, projection: str) -> list[str]:
+        """The tensors of a projection."""
+        if self._is_stacked:
+            return [f"{projection}{self._suffix}"]
+        return [f"{expert}.{projection}.weight" for expert in range(self._num_here)]
 
     def stream(self, num_slots: int, reader: FileReader, locate: Callable[[Tensor], ByteRange | None]) -> None:
         """Keep at most `num_slots` experts in memory from now on; `locate` says where a tensor lies in its file.
@@ -104,10 +164,18 @@ class Experts(Module):
             assert not isinstance(weight, ScaledMatrix), "such weights have two dimensions"
             if isinstance(weight, torch.Tensor):
                 return kernels.ExpertMatrix(tuple(weight.unbind(0)))
-            scales = None if weight.scale is None else weight.scale.expand(self._num_experts)
+            scales = None if weight.scale is None else weight.scale.expand(self._num_here)
             return kernels.ExpertMatrix(tuple(weight.data.unbind(0)), weight.qtype, scales)
-        weights = [placement.matrix(tensors[f"{expert}.{name}.weight"]) for expert in range(self._num_experts)]
-        return _joined(name, weights)
+        return _joined(name, [placement.matrix(tensors[stored]) for stored in self._names(name)])
+
+
+def _experts_of(weight: Weight, first: int, stop: int) -> Weight:
+    """Some of the stacked experts."""
+    if isinstance(weight, torch.Tensor):
+        return weight[first:stop].clone()
+    assert isinstance(weight, QuantizedTensor), "stacked weights are dense or in blocks"
+    scale = weight.scale if weight.scale is None or not weight.scale.ndim else weight.scale[first:stop]
+    return replace(weight, data=weight.data[first:stop].clone(), shape=(stop - first, *weight.shape[1:]), scale=scale)
 
 
 def _stored(matrix: kernels.ExpertMatrix, locate: Callable[[Tensor], ByteRange | None]) -> StoredMatrix:

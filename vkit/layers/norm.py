@@ -51,6 +51,12 @@ class LayerNorm(Module):
         self._has_bias = bias
         self._weight: Tensor
         self._bias: Tensor | None = None
+        self._heads: slice | None = None
+
+    def shard_heads(self, first: int, stop: int) -> None:
+        """Keep the rows of some heads, where each has its own."""
+        if len(self.shape) == 2:
+            self._heads = slice(first, stop)
 
     def slots(self) -> list[TensorSlot]:
         """weight, and bias if there is one."""
@@ -62,6 +68,9 @@ class LayerNorm(Module):
         self._weight = placement.vector(tensors["weight"])
         if self._has_bias:
             self._bias = placement.vector(tensors["bias"])
+        if self._heads is not None:
+            self._weight = self._weight[self._heads]
+            self._bias = None if self._bias is None else self._bias[self._heads]
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of x (..., C)."""

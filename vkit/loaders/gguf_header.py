@@ -7,6 +7,7 @@ Source: GGUF specification, version 3 (2 differs in nothing that matters here).
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -75,8 +76,10 @@ class GGUFMetadata(Mapping[str, Any]):
     9.999999974752427e-07). Strings keep bytes that are not UTF-8 as surrogate escapes, so no two become equal.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, values: dict[str, Any], raw: Mapping[str, memoryview]) -> None:
+        """`raw`: of each key, the bytes of type and value."""
         self._values = values
+        self._raw = raw
 
     def __getitem__(self, key: str) -> Any:
         value = self._values[key]
@@ -87,6 +90,16 @@ class GGUFMetadata(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def digest(self, *prefixes: str) -> str:
+        """SHA-256, in hexadecimal digits, of every key that begins with one of these, and of its bytes."""
+        total = hashlib.sha256()
+        for key in sorted(key for key in self._raw if key.startswith(prefixes)):
+            name, raw = key.encode(), self._raw[key]
+            total.update(b"%d %d " % (len(name), len(raw)))
+            total.update(name)
+            total.update(raw)
+        return total.hexdigest()
 
     def array_length(self, key: str) -> int | None:
         """Number of elements of an array, without decoding it; None if the key is absent or holds no array."""
@@ -146,7 +159,7 @@ class _HeaderReader:
         num_tensors, num_keys = self.number(_U64, "tensor count"), self.number(_U64, "key count")
         self.check_count(num_keys, MIN_KEY_BYTES, "metadata keys")
         self.check_count(num_tensors, MIN_TENSOR_BYTES, "tensors")
-        metadata = GGUFMetadata(self.read_metadata(num_keys))
+        metadata = self.read_metadata(num_keys)
         alignment = self.alignment(metadata)
         self.check_count(num_tensors, MIN_TENSOR_BYTES, "tensors")
         entries = self.read_tensors(num_tensors)
@@ -169,15 +182,18 @@ class _HeaderReader:
             self.refuse(f"GGUF version {version}, expected 2 or 3")
         return version
 
-    def read_metadata(self, count: int) -> dict[str, Any]:
+    def read_metadata(self, count: int) -> GGUFMetadata:
         values: dict[str, Any] = {}
+        raw: dict[str, memoryview] = {}
         for number in range(count):
             key = self.name(f"key {number + 1} of {count}")
             if key in values:
                 self.refuse(f"metadata key {_shown(key)} occurs twice")
             what = f"metadata key {_shown(key)}"
+            start = self.position
             values[key] = self.value(self.number(_U32, what), what, depth=0)
-        return values
+            raw[key] = self.data[start : self.position]
+        return GGUFMetadata(values, raw)
 
     def alignment(self, metadata: GGUFMetadata) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -272,11 +288,12 @@ class _HeaderReader:
         self.check_count(length, MIN_STRING_BYTES, f"elements of {what}")
         data, start = self.data, self.position
         available, position, read_length = len(data), start, _U64.unpack_from
-        for _ in range(length):  # the hot loop of opening a file: some hundred thousand turns
-            if position + MIN_STRING_BYTES > available:
-                self.position = position
-                self.need(MIN_STRING_BYTES, what)
-            position += MIN_STRING_BYTES + read_length(data, position)[0]
+        try:
+            for _ in range(length):  # the hot loop of opening a file: some hundred thousand turns
+                position += MIN_STRING_BYTES + read_length(data, position)[0]
+        except (struct.error, OverflowError):  # less than a length is left
+            self.position = position
+            self.need(MIN_STRING_BYTES, what)
         if position > available:
             self.need(position - self.position, what)
         self.position = position

@@ -166,7 +166,7 @@ class SafetensorsCheckpoint(Checkpoint):
         """
         layers: dict[str, dict[str, _Entry]] = {}
         for name, entry in self._entries.items():
-            layer, _, suffix = name.rpartition(".")
+            layer, suffix = _layer_and_suffix(name)
             layers.setdefault(layer, {})[suffix] = entry
         for name, entries in layers.items():
             layer_format = scheme.format_of(name)
@@ -315,6 +315,15 @@ def _scheme(source: Path, keys: Any) -> Scheme:
             remedy=f"supported: {', '.join(SCHEMES)}, or a GGUF file",
         )
     return SCHEMES[name](Declaration(str(source), keys))
+
+
+def _layer_and_suffix(name: str) -> tuple[str, str]:
+    """The module a tensor belongs to, and its name there; what describes a weight further is the module's too."""
+    layer, mark, rest = name.partition(".weight.")
+    if mark:
+        return layer, f"weight.{rest}"
+    layer, _, suffix = name.rpartition(".")
+    return layer, suffix
 
 
 def _is_stored_in(layer_format: LayerFormat, name: str, entries: dict[str, _Entry]) -> bool:

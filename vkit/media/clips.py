@@ -127,6 +127,9 @@ def _opened(av: Any, data: bytes) -> Any:
     if not container.streams.video:
         container.close()
         raise UnusableMedia("video", "it has no picture")
+    if container.streams.video[0].codec_context is None:
+        container.close()
+        raise UnusableMedia("video", "its pictures are in a format that nothing here decodes")
     return container
 
 

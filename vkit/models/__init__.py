@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import entry_points
 
+from vkit.distributed import ALONE, Ranks
 from vkit.errors import ModelLoadError
 from vkit.models.base import CausalLM, ModelCheckpoint, ModelClass, ModelConfig, ProgressCallback
 from vkit.models.hf_config import HFConfig
 from vkit.models.loading import check_tensors, load_weights
 from vkit.models.media_context import MediaContext
+from vkit.models.sharding import check_shared, shard_model
 
 ENTRY_POINT_GROUP = "vkit.models"
 
@@ -127,15 +129,25 @@ def model_class(architecture: str) -> ModelClass:
     )
 
 
-def create_model(checkpoint: ModelCheckpoint, config: ModelConfig, *, has_draft_head: bool = False) -> CausalLM:
+def create_model(
+    checkpoint: ModelCheckpoint, config: ModelConfig, *, has_draft_head: bool = False, ranks: Ranks = ALONE
+) -> CausalLM:
     """The model without weights: enough for `cache_specs` and for checking the tensor list. Costs no memory.
 
-    `has_draft_head`: with the head that predicts further tokens (`CausalLM.mtp`).
+    `has_draft_head`: with the head that predicts further tokens (`CausalLM.mtp`). `ranks`: who shares it.
 
     Raises:
         ModelLoadError: unknown architecture, or a configuration it cannot be built from.
+        UsageError: so many ranks cannot share it.
     """
-    model = model_class(checkpoint.architecture)(HFConfig(checkpoint.config), config)
+
+    def make() -> CausalLM:
+        return model_class(checkpoint.architecture)(HFConfig(checkpoint.config), config)
+
+    if ranks.size > 1:
+        check_shared(checkpoint.architecture)
+        return shard_model(make, ranks)
+    model = make()
     if has_draft_head:
         model.add_draft_head()
     return model
@@ -147,14 +159,15 @@ def build_model(
     progress: ProgressCallback | None = None,
     *,
     has_draft_head: bool = False,
+    ranks: Ranks = ALONE,
 ) -> CausalLM:
-    """The model with its weights.
+    """The model with its weights; of a model that ranks share, this rank's.
 
     Raises:
         ModelLoadError: as `create_model`.
         CheckpointError: tensors missing, misshapen or unknown.
     """
-    model = create_model(checkpoint, config, has_draft_head=has_draft_head)
+    model = create_model(checkpoint, config, has_draft_head=has_draft_head, ranks=ranks)
     load_weights(model, checkpoint, progress)
     return model
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from vkit import kernels
 from vkit.batch import Batch
 from vkit.cache.groups import LayerCacheSpec
+from vkit.distributed import ALONE, Ranks
 from vkit.errors import ModelLoadError
 from vkit.layers import CacheOwner, LMHead, Module
 from vkit.media import MediaInput, MediaProcessor
@@ -88,6 +89,9 @@ class ModelCheckpoint(Protocol):
     def load(self, name: str) -> Weight:
         """A tensor, mapped where possible."""
 
+    def release_pages(self) -> None:
+        """Give back the memory of what was mapped; all of it stays valid."""
+
 
 class CausalLM(Module):
     """A decoder with a head. Subclasses build `model` and `lm_head` in __init__ and may override the rest."""
@@ -109,8 +113,21 @@ class CausalLM(Module):
         self.config = config
         self.options = options
         self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self.ranks = ALONE
+        """Who shares the model."""
         self._logits_multiplier = 1.0
         self._logits_cap: float | None = None
+
+    def shard(self, ranks: Ranks) -> None:
+        """The decoder and the head of one rank; towers are whole on each.
+
+        Raises:
+            CannotShare: so many ranks cannot share them.
+        """
+        self.ranks = ranks
+        assert isinstance(self.model, Module), "the decoders of this house are modules"
+        self.model.shard(ranks)
+        self.lm_head.shard(ranks)
 
     def stored_name(self, name: str, stored: Set[str]) -> str:
         """How the checkpoint spells tensor `name`, given the names it has."""

@@ -9,6 +9,7 @@ from collections.abc import Set
 
 from torch import Tensor
 
+from vkit.distributed import Ranks
 from vkit.errors import ModelLoadError
 from vkit.layers import LMHead, TensorSlot
 from vkit.models.base import CausalLM, ModelConfig
@@ -23,6 +24,9 @@ class NoHead(LMHead):
 
     def __init__(self) -> None:
         super().__init__(0, 0)
+
+    def shard(self, ranks: Ranks) -> None:
+        """Nothing to share."""
 
     def slots(self) -> list[TensorSlot]:
         """None."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.batch import Batch
+from vkit.distributed import Ranks
 from vkit.errors import ModelLoadError
 from vkit.kernels import PagedBatch
 from vkit.layers import (
@@ -45,6 +46,7 @@ from vkit.models.gemma4_vision import GemmaVisionTower, SoftTokens, UnifiedPixel
 from vkit.models.hf_config import HFConfig
 from vkit.models.media_context import MediaContext
 from vkit.quantization import Weight
+from vkit.quantization.cutting import Span, widened
 
 FULL = "full_attention"
 
@@ -105,7 +107,17 @@ class BorrowingAttention(Module):
         self.q_proj = Linear(hidden_size, num_heads * q_norm.width)
         self.q_norm = q_norm
         self.o_proj = Linear(num_heads * q_norm.width, hidden_size)
+        self._num_heads = num_heads
         self.rotary = rotary
+
+    def shard(self, ranks: Ranks) -> None:
+        """Some of the heads, over the keys that the earlier layer has here."""
+
+        def spans(rank: int) -> list[Span]:
+            return widened([ranks.split("attention heads", self._num_heads, rank)], self.q_norm.width)
+
+        self.q_proj.shard_outputs(spans(ranks.rank))
+        self.o_proj.shard_inputs(ranks, ranks.each(spans))
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, H) -> (T, H)."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.batch import Batch
+from vkit.distributed import Ranks
 from vkit.errors import ModelLoadError
 from vkit.layers import (
     Attention,
@@ -64,6 +65,12 @@ class LagunaAttention(Attention):
         )
         self._is_per_element = gating == "per-element"
         self.g_proj = Linear(hidden_size, num_heads * head_dim if self._is_per_element else num_heads)
+
+    def shard(self, ranks: Ranks) -> None:
+        """The gates of the heads that this rank has."""
+        first, stop = ranks.split("attention heads", self._num_heads)
+        self.g_proj.shard_outputs(self._query_rows(first, stop) if self._is_per_element else [(first, stop)])
+        super().shard(ranks)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, H) -> (T, H)."""

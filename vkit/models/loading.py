@@ -27,12 +27,11 @@ def check_tensors(model: CausalLM, checkpoint: ModelCheckpoint) -> None:
         CheckpointError: missing tensors, wrong shapes, or tensors nobody would read; names them.
     """
     stored = checkpoint.tensor_names()
-    for prefix, module in model.walk():
+    modules = list(model.walk())
+    for prefix, module in modules:
         module.choose_form(_IsStored(model, stored, prefix))
     expected = [
-        (model.stored_name(prefix + slot.name, stored), slot)
-        for prefix, module in model.walk()
-        for slot in module.slots()
+        (model.stored_name(prefix + slot.name, stored), slot) for prefix, module in modules for slot in module.slots()
     ]
     missing = [name for name, slot in expected if name not in stored and not slot.is_optional]
     if missing:
@@ -69,6 +68,8 @@ def load_weights(model: CausalLM, checkpoint: ModelCheckpoint, progress: Progres
         module.set_tensors(tensors, placement)
         if tensors and progress is not None:
             progress(min(done, total), total)
+    if model.ranks.size > 1:
+        checkpoint.release_pages()  # shares are copies
     _warn_of_second_head(model, checkpoint)
     _take_cache_scales(model, checkpoint)
     if progress is not None:
@@ -142,12 +143,12 @@ def _take_cache_scales(model: CausalLM, checkpoint: ModelCheckpoint) -> None:
 
 def _warn_of_second_head(model: CausalLM, checkpoint: ModelCheckpoint) -> None:
     """A tied model uses the embedding; say so when the file brings a head that differs."""
-    heads = _head_names(model) & set(checkpoint.tensor_names())
-    if not (model.lm_head.is_tied and heads):
+    heads = _head_names(model) & set(checkpoint.tensor_names()) if model.lm_head.is_tied else set()
+    if not heads:
         return
     name = heads.pop()
     embedding = model.lm_head.tied_weight
-    if not _equal(checkpoint.load(name), embedding):
+    if not _equal(model.lm_head.share_of(checkpoint.load(name)), embedding):
         logger.warning("%s: %s differs from the embedding and is ignored: the model is tied", checkpoint.path, name)
 
 

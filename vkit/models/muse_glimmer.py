@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.batch import Batch
+from vkit.distributed import Ranks
 from vkit.errors import ModelLoadError
 from vkit.layers import (
     Attention,
@@ -45,6 +46,11 @@ class ElementGatedAttention(Attention):
     """Attention times the sigmoid of `gate_proj` of its input, element by element."""
 
     gate_proj: Linear
+
+    def shard(self, ranks: Ranks) -> None:
+        """The gates of the heads that this rank has."""
+        self.gate_proj.shard_outputs(self._query_rows(*ranks.split("attention heads", self._num_heads)))
+        super().shard(ranks)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, H) -> (T, H)."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vkit import kernels
 from vkit.batch import Batch
+from vkit.distributed import Ranks
 from vkit.errors import ModelLoadError
 from vkit.layers import (
     Attention,
@@ -20,6 +21,7 @@ from vkit.layers import (
     PositionEmbedding,
     Stream,
 )
+from vkit.layers.linear import shard_pair
 from vkit.models.base import CausalLM, ModelConfig
 from vkit.models.hf_config import HFConfig
 
@@ -40,7 +42,13 @@ class OPTLayer(DecoderLayer):
         self.final_layer_norm = _norm(config)
         self.fc1 = Linear(hidden_size, width, bias=bias)
         self.fc2 = Linear(width, hidden_size, bias=bias)
+        self._width = width
         self._activation = config.activation("activation_function", default="relu")
+
+    def shard(self, ranks: Ranks) -> None:
+        """Some of the heads, and a part of the width between the linear layers."""
+        self.self_attn.shard(ranks)
+        shard_pair(ranks, self._width, self.fc1, self.fc2)
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, batch: Batch) -> Stream:
         """The stream after this block."""

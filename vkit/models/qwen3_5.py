@@ -34,10 +34,15 @@ from vkit.models.base import ModelConfig
 from vkit.models.hf_config import HFConfig
 from vkit.models.llama import LlamaForCausalLM
 from vkit.models.qwen_vision import WithQwenTower
+from vkit.quantization.cutting import Span
 
 
 class GatedAttention(Attention):
     """Attention whose output is gated; the query projection holds, per head, the query and then the gate."""
+
+    def _query_rows(self, first: int, stop: int) -> list[Span]:
+        """Queries and gates of some heads, which lie together."""
+        return [(2 * first * self._head_dim, 2 * stop * self._head_dim)]
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, H) -> (T, H)."""

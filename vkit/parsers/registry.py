@@ -74,7 +74,7 @@ class Registry(Generic[P]):
             UsageError: there is none; the message lists those there are.
             PluginError: another distribution offers it and it cannot be loaded.
         """
-        self._load_own()
+        self._load_own_called(name)
         if name not in self._classes and name in self._found():
             self._load_offer(self._found()[name])
         if name not in self._classes:
@@ -101,6 +101,14 @@ class Registry(Generic[P]):
                 logger.warning("%s", error)
         found = [cls for cls in self._classes.values() if (getattr(cls, "marker", None) or _NOWHERE) in chat_template]
         return min(found, key=lambda cls: getattr(cls, "marker_order", LAST), default=None)
+
+    def _load_own_called(self, name: str) -> None:
+        """Import ours of that name: its module alone where that has the name too, else all."""
+        package = import_module(self._package)
+        if name not in self._classes and any(found.name == name for found in pkgutil.iter_modules(package.__path__)):
+            import_module(f"{self._package}.{name}")
+        if name not in self._classes:
+            self._load_own()
 
     def _load_own(self) -> None:
         if self._has_own:

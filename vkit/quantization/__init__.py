@@ -13,7 +13,7 @@ from vkit.quantization.linear import (
     concat,
     linear_method_for,
 )
-from vkit.quantization.tensor import BlockWeight, QuantizedTensor, Weight, concat_rows
+from vkit.quantization.tensor import BlockWeight, QuantizedTensor, Weight, concat_rows, placed
 
 __all__ = [
     "BLOCK_FORMATS",
@@ -30,4 +30,5 @@ __all__ = [
     "concat",
     "concat_rows",
     "linear_method_for",
+    "placed",
 ]

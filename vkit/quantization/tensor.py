@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
+import numpy as np
 import torch
 
 from vkit import kernels
-from vkit.kernels.block_formats import BLOCK_FORMATS
+from vkit.kernels.block_formats import format_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,9 +33,7 @@ class QuantizedTensor:
     is_transposed: bool = False
 
     def __post_init__(self) -> None:
-        block = BLOCK_FORMATS.get(self.qtype)
-        if block is None:
-            raise ValueError(f"QuantizedTensor: qtype {self.qtype!r}, expected one of {', '.join(BLOCK_FORMATS)}")
+        block = format_of(self.qtype, "QuantizedTensor")
         if self.data.dtype != torch.uint8:
             raise TypeError(f"QuantizedTensor: data of {self.data.dtype}, expected torch.uint8")
         packed = self.shape[:-2] + self.shape[:-3:-1] if self.is_transposed else self.shape
@@ -68,7 +68,7 @@ class QuantizedTensor:
         With experts the same rows of every expert are taken.
         """
         self._need_rows("rows")
-        data = self.data[..., index, :] if isinstance(index, slice) else self.data.index_select(-2, index)
+        data = self.data[..., index, :] if isinstance(index, slice) else _selected(self.data, index)
         return replace(self, data=data, shape=(*self.shape[:-2], data.shape[-2], self.shape[-1]))
 
     def narrow(self, start: int, length: int) -> QuantizedTensor:
@@ -97,6 +97,11 @@ class QuantizedTensor:
         scale = None if self.scale is None else self.scale.to(device)
         return replace(self, data=self.data.to(device), scale=scale)
 
+    def arranged(self) -> QuantizedTensor:
+        """The same weight in the layout that the kernels of its device want (then a copy, of a type of its own)."""
+        data, qtype = kernels.pack(self.data, self.qtype)
+        return replace(self, data=data, qtype=qtype)
+
     def can_join(self, other: QuantizedTensor) -> bool:
         """Whether the rows of `other` can follow the rows of this weight in one packed tensor."""
         return (
@@ -117,6 +122,16 @@ BlockWeight = torch.Tensor | QuantizedTensor
 """What a GGUF file holds."""
 Weight = BlockWeight | kernels.ScaledMatrix
 """What a checkpoint loads."""
+
+
+@overload
+def placed(weight: BlockWeight, device: torch.device | str) -> BlockWeight: ...
+@overload
+def placed(weight: Weight, device: torch.device | str) -> Weight: ...
+def placed(weight: Weight, device: torch.device | str) -> Weight:
+    """The weight on `device`, laid out as the kernels there want it if it is packed."""
+    moved = weight.to(device)
+    return moved if isinstance(moved, torch.Tensor) else moved.arranged()
 
 
 def concat_rows(weights: Sequence[QuantizedTensor]) -> QuantizedTensor:
@@ -143,3 +158,13 @@ def _same_scale(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
+
+
+def _selected(data: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows of `data` (..., rows, bytes) that `index` (R,) names, copied.
+
+    On the host by numpy, which copies row by row: torch goes byte by byte, and wakes all its threads for it.
+    """
+    if data.device.type != "cpu":
+        return data.index_select(-2, index)
+    return torch.from_numpy(np.take(data.numpy(), index.numpy(), axis=-2))

@@ -15,7 +15,7 @@ from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed, VkitErro
 from vkit.server.bodies import decode_body
 from vkit.server.call import Body, Call, Exchange, new_id
 from vkit.server.engine_protocol import Engine
-from vkit.server.openai.chat import chat_completions
+from vkit.server.openai.chat.routes import chat_completions
 from vkit.server.parsing import ReplyParsers
 from vkit.server.problems import Problem, bad_request
 from vkit.server.settings import ServerSettings

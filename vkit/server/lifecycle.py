@@ -26,6 +26,7 @@ from vkit.errors import ExitStatus, UsageError, VkitError
 from vkit.server.app import all_routes, create_app
 from vkit.server.engine_protocol import Engine
 from vkit.server.state import Phase, ServerState
+from vkit.starting import starting
 
 logger = logging.getLogger("vkit.server")
 
@@ -240,7 +241,8 @@ class Service:
         print(f"listening on {self.url}", file=sys.stderr, flush=True)
         begin = time.monotonic()
         try:
-            engine = await self.load()
+            with starting():  # requests, which come later, are spared long runs of it too
+                engine = await self.load()
         except VkitError as exc:
             self._fail(str(exc), exc.exit_status)
         except Exception as exc:  # a load that broke must end the process with a line, whatever broke it

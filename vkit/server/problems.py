@@ -109,6 +109,18 @@ def unavailable(message: str) -> Problem:
     return Problem(503, message, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
+def renamed(problem: Problem, names: Mapping[str, str]) -> Problem:
+    """The problem as a route tells it that calls fields by other names; `names`: the name here -> the route's."""
+    field, dot, rest = (problem.param or "").partition(".")
+    name = names.get(field)
+    if name is None:
+        return problem
+    message = problem.message
+    if message.startswith((f"{field}:", f"{field}.")):
+        message = name + message.removeprefix(field)
+    return Problem(problem.status, message, f"{name}{dot}{rest}", problem.headers)
+
+
 def clip(value: object) -> str:
     """A client's value as text for a message, cut to a length that is safe to echo."""
     text = value if isinstance(value, str) else repr(value)

@@ -15,7 +15,7 @@ from vkit.speculation.dflash import BlockDraft, BlockDrafter, check_target, widt
 from vkit.speculation.draft_model import ModelDrafter
 from vkit.speculation.drafter import Drafter
 from vkit.speculation.mtp import MTPDrafter
-from vkit.speculative_config import FLAG, SpeculativeSettings
+from vkit.speculative_config import FLAG, METHODS_OF_TOKENS, SpeculativeSettings
 
 BLOCK_METHODS = {"dflash": ("DFlashDraftModel",), "dspark": ("Qwen3DSparkModel", "DSparkDraftModel")}
 """Methods that draft a block at once, and the architectures of their drafts."""
@@ -54,7 +54,7 @@ class DraftPlan:
     @property
     def drafts_with_model(self) -> bool:
         """Whether anything runs beside the target."""
-        return self.settings.method != "ngram"
+        return self.settings.method not in METHODS_OF_TOKENS
 
     def build(self, target: CausalLM, config: ModelConfig) -> Drafter:
         """The drafter, its weights in memory.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vkit import kernels
-from vkit.batch import Batch, BatchBuilder, TokenRun
+from vkit.batch import Batch, BatchBuilder
 from vkit.cache.groups import CacheKind
 from vkit.errors import ModelLoadError
 from vkit.kernels import PagedBatch
@@ -36,6 +36,7 @@ from vkit.layers import (
 from vkit.models import CausalLM, HFConfig
 from vkit.models.base import ModelConfig
 from vkit.models.qwen2 import window_of
+from vkit.plan_arrays import TokenRun
 from vkit.speculation.drafter import Growing, ObservedStep, finished_drafts, growing
 from vkit.speculation.proposer import Drafts
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from vkit import kernels
-from vkit.batch import BatchBuilder, TokenRun
+from vkit.batch import BatchBuilder
 from vkit.models import CausalLM
+from vkit.plan_arrays import TokenRun
 from vkit.speculation.drafter import Growing, ObservedStep, extend, finished_drafts, growing
 from vkit.speculation.proposer import Drafts
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vkit.sequence import Plan, Sequence, StepSamples
 from vkit.speculation.pace import Pace
@@ -65,6 +66,26 @@ class NgramIndex:
             return []
         found: list[int] = self._tokens[place + 1 : min(self._count, place + 1 + num_wanted)].tolist()
         return found
+
+    def tail(self, num_wanted: int) -> NDArray[np.int64]:
+        """The last tokens, at most that many."""
+        return self._tokens[max(0, self._count - num_wanted) : self._count]
+
+    def find(self, shortest: int, num_wanted: int, max_places: int) -> tuple[int, list[list[int]]]:
+        """Length of the longest match of the text's end, and what followed: rows of that many, latest first.
+
+        Rows are those of the latest matches of that length; -1 stands after the end of the text. Length 0 and no rows
+        where no match is as long as `shortest`.
+        """
+        matches = self._matches[1 : self._count]
+        length = int(matches.max(initial=0))
+        if length < shortest:
+            return 0, []
+        ends = np.flatnonzero(matches == length)[: -max_places - 1 : -1]
+        after = ends[:, None] + np.arange(1, num_wanted + 1)
+        known = self._tokens[np.minimum(after, self._count - 1)]
+        rows: list[list[int]] = np.where(after < self._count, known, -1).tolist()
+        return length, rows
 
 
 @dataclass(slots=True)

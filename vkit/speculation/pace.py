@@ -39,6 +39,7 @@ class Pace:
             self.width = min(FIRST_WIDTH, self.max_drafts)
             self.silent_until = num_tokens + min(LONGEST_WAIT, 2**self.num_misses)
             return
+        self.silent_until = 0
         self.num_misses = 0 if 2 * num_accepted >= num_drafts else max(0, self.num_misses - 1)
         if num_accepted == num_drafts:
             self.width = min(self.max_drafts, 2 * self.width)

@@ -8,7 +8,8 @@ from typing import Any
 from vkit.errors import InvalidRequest, UsageError
 from vkit.speculation.ngram import NgramProposer
 from vkit.speculation.proposer import Proposer
-from vkit.speculative_config import FLAG, SpeculativeSettings
+from vkit.speculation.suffix import SuffixProposer
+from vkit.speculative_config import FLAG, METHODS_OF_TOKENS, SpeculativeSettings
 from vkit.types import SamplingParams
 
 DECLARATION = "supports_speculation"
@@ -47,7 +48,9 @@ def check_processors(params: SamplingParams) -> None:
 
 def make_proposer(settings: SpeculativeSettings) -> Proposer:
     """What drafts from tokens alone, as the settings ask."""
-    assert settings.method == "ngram", "other methods draft with a model"
+    assert settings.method in METHODS_OF_TOKENS, "other methods draft with a model"
     assert settings.num_speculative_tokens is not None, "checked with the settings"
+    if settings.method == "suffix":
+        return SuffixProposer(settings.num_speculative_tokens, settings.suffix)
     shortest, longest = settings.lookup_range
     return NgramProposer(settings.num_speculative_tokens, shortest, longest)

@@ -6,23 +6,32 @@ Source: the GGUF specification (tokenizer.ggml.*) and the behaviour of llama.cpp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from vkit.errors import CheckpointError, ModelLoadError
+from vkit.text.merging_core import Merging, MergingCore
+from vkit.text.merging_core import Vocabulary as MergedVocabulary
 from vkit.text.pretokenizers import LINES, WHOLE_WORDS_FIRST, patterns_for
 from vkit.text.score_merging import ScoreMerger
 from vkit.text.settings import DEFAULT_TEMPLATE, TokenizerSettings
+from vkit.text.table_cache import MIN_TOKENS, keep_tables, kept_tables, table_key
+from vkit.text.tables import MergeTables
 from vkit.text.tokenizer import Tokenizer
 from vkit.text.vocabulary import WORD_START, Vocabulary, byte_level_bytes, sentencepiece_bytes
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of tokenizer.ggml.token_type."""
+
+_SENTENCEPIECE_KINDS = (NORMAL, USER_DEFINED, UNUSED, BYTE)
+"""The tokens that text becomes by merging, where user-defined ones do too."""
 
 _Core = Callable[[str], list[int]]
 """Encodes a text without added tokens."""
@@ -72,28 +81,41 @@ class GGUFVocabulary:
         return None if pre is None else str(pre)
 
     @cached_property
-    def tokens(self) -> list[str]:
-        return self._array("tokens")
+    def table_key(self) -> str | None:
+        """The name under which tables of this vocabulary are kept; None: they are not."""
+        return table_key(self.values)
 
     @cached_property
-    def types(self) -> list[int]:
+    def tables(self) -> MergeTables | None:
+        """The tables kept at an earlier start, if any."""
+        return None if self.table_key is None else kept_tables(self.table_key)
+
+    @cached_property
+    def tokens(self) -> Sequence[str]:
+        return self._array("tokens") if self.tables is None else self.tables.tokens
+
+    @cached_property
+    def types(self) -> npt.NDArray[Any]:
         if self.values.get(_PREFIX + "token_type") is None and self.model == "gpt2":
-            return [NORMAL] * len(self.tokens)
-        return self._array("token_type", len(self.tokens))
+            return np.full(len(self.tokens), NORMAL)
+        return np.asarray(self._array("token_type", len(self.tokens)))
 
     @cached_property
     def scores(self) -> list[float]:
-        return self._array("scores", len(self.tokens))
+        found = self._array("scores", len(self.tokens))
+        return found if isinstance(found, list) else list(found.tolist())
 
     @cached_property
-    def merges(self) -> list[str]:
+    def merges(self) -> Sequence[str]:
         if _PREFIX + "merges" not in self.values and all(len(self.tokens[i]) <= 1 for i in self.ids_of(NORMAL)):
             return []  # single characters only: nothing to merge, and writers leave empty lists out
-        return self._array("merges")
+        merges: list[str] = self._array("merges")
+        return merges
 
     def ids_of(self, *types: int) -> list[int]:
         """Ids of the tokens of these types, rising."""
-        return [i for i, kind in enumerate(self.types) if kind in types]
+        ids: list[int] = np.flatnonzero(np.isin(self.types, types)).tolist()
+        return ids
 
     def texts_of(self, *types: int) -> dict[str, int]:
         """Id by text of the tokens of these types; of equal texts the last one counts, as in llama.cpp.
@@ -117,11 +139,11 @@ class GGUFVocabulary:
             )
         return int(value)
 
-    def _array(self, key: str, length: int | None = None) -> list[Any]:
+    def _array(self, key: str, length: int | None = None) -> Any:
         value = self.values.get(_PREFIX + key)
         if value is None:
             raise CheckpointError(f"{self.origin}: {_PREFIX}{key} is missing, tokenizer model {self.model!r} needs it")
-        items: list[Any] = value if isinstance(value, list) else list(value.tolist())
+        items: Any = value
         if length is not None and len(items) != length:
             raise CheckpointError(f"{self.origin}: {_PREFIX}{key} has {len(items)} entries for {length} tokens")
         return items
@@ -229,36 +251,41 @@ class _Cutter:
 
 def _byte_level_core(data: GGUFVocabulary) -> _Core:
     """Byte-level BPE: cut by regular expressions, write bytes in the byte alphabet, merge by rank."""
-    vocab = data.texts_of(NORMAL, UNUSED, BYTE)
-    core = LibraryTokenizer(
-        models.BPE(vocab=vocab, merges=_merges(data, vocab), ignore_merges=data.pre in WHOLE_WORDS_FIRST)
-    )
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns_for(data.pre)]
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.pre_tokenizer = pre_tokenizers.Sequence([*splits, alphabet])
-    return _library_core(core)
+    merging = Merging(
+        None, pre_tokenizers.Sequence([*splits, alphabet]), takes_whole_words=data.pre in WHOLE_WORDS_FIRST
+    )
+    return _merging_core(data, merging, lambda: _file_merges(data))
 
 
 def _character_core(data: GGUFVocabulary) -> _Core:
     """BPE on characters with bytes as the last resort (gemma4): lines are cut apart, spaces are U+2581."""
-    vocab = data.texts_of(NORMAL, UNUSED, BYTE)
-    core = LibraryTokenizer(_fallback_bpe(data, vocab, _merges(data, vocab)))
-    core.normalizer = normalizers.Replace(" ", WORD_START)
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(LINES[0]), "isolated")
-    return _library_core(core)
+    lines = pre_tokenizers.Split(Regex(LINES[0]), "isolated")
+    merging = Merging(normalizers.Replace(" ", WORD_START), lines, falls_back_to_bytes=True, unknown=_unknown(data))
+    return _merging_core(data, merging, lambda: _file_merges(data))
 
 
 def _sentencepiece_core(data: GGUFVocabulary) -> _Core:
     """SentencePiece BPE: the pair whose union has the highest score merges first, with bytes as the last resort."""
-    vocab = data.texts_of(NORMAL, USER_DEFINED, UNUSED, BYTE)
     has_prefix = has_space_prefix(data)
-    ranked = merges_by_score(data)
-    if ranked is None:
-        return _score_merger(data, vocab, has_prefix).encode
-    core = LibraryTokenizer(_fallback_bpe(data, vocab, ranked))
     spaces = normalizers.Replace(" ", WORD_START)
-    core.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_START), spaces]) if has_prefix else spaces
-    return _library_core(core)
+    normalizer = normalizers.Sequence([normalizers.Prepend(WORD_START), spaces]) if has_prefix else spaces
+    merging = Merging(normalizer, None, falls_back_to_bytes=True, unknown=_unknown(data))
+    ranked = None if data.tables is not None else merges_by_score(data)
+    if data.tables is None and ranked is None:
+        return _score_merger(data, data.texts_of(*_SENTENCEPIECE_KINDS), has_prefix).encode
+    return _merging_core(data, merging, lambda: (data.texts_of(*_SENTENCEPIECE_KINDS), ranked or []))
+
+
+def _merging_core(data: GGUFVocabulary, merging: Merging, work_out: Callable[[], MergedVocabulary]) -> _Core:
+    """Encodes from the tables kept at an earlier start, or else by what `work_out` makes of the file."""
+    if data.tables is not None:
+        return MergingCore(merging, data.tables)
+    ids, merges = work_out()
+    if data.table_key is not None and len(data.tokens) >= MIN_TOKENS:
+        keep_tables(data.table_key, MergeTables.build(data.tokens, ids, merges))
+    return MergingCore(merging, (ids, merges))
 
 
 def _score_merger(data: GGUFVocabulary, vocab: Mapping[str, int], has_prefix: bool) -> ScoreMerger:
@@ -271,31 +298,25 @@ def _score_merger(data: GGUFVocabulary, vocab: Mapping[str, int], has_prefix: bo
     )
 
 
-def _library_core(library: LibraryTokenizer) -> _Core:
-    def encode(text: str) -> list[int]:
-        token_ids: list[int] = library.encode(text, add_special_tokens=False).ids
-        return token_ids
-
-    return encode
-
-
-def _fallback_bpe(data: GGUFVocabulary, vocab: dict[str, int], merges: list[tuple[str, str]]) -> models.BPE:
+def _unknown(data: GGUFVocabulary) -> tuple[str, int] | None:
+    """Spelling and id of the token for what no other stands for."""
     unknown = data.token_id("unknown")
-    if unknown is None or not _is_unicode(data.tokens[unknown]):
-        return models.BPE(vocab=vocab, merges=merges, byte_fallback=True)
-    text = data.tokens[unknown]
-    return models.BPE(vocab={**vocab, text: unknown}, merges=merges, byte_fallback=True, unk_token=text, fuse_unk=True)
+    return None if unknown is None or not _is_unicode(data.tokens[unknown]) else (data.tokens[unknown], unknown)
 
 
-def _merges(data: GGUFVocabulary, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The file's merges as pairs; those that name control tokens or broken texts can never apply and are left out."""
+def _file_merges(data: GGUFVocabulary) -> MergedVocabulary:
+    """Ids by spelling, and the file's merges as pairs.
+
+    Merges that name control tokens or broken texts can never apply and are left out.
+    """
+    vocab = data.texts_of(NORMAL, UNUSED, BYTE)
     pairs = [tuple(merge.split(" ")) for merge in data.merges]
     for rank, pair in enumerate(pairs):
         if len(pair) != 2:
             raise CheckpointError(
                 f"{data.origin}: {_PREFIX}merges: entry {rank} is {' '.join(pair)!r:.80}, not two tokens"
             )
-    return [(left, right) for left, right in pairs if left in vocab and right in vocab and left + right in vocab]
+    return vocab, [(left, right) for left, right in pairs if left in vocab and right in vocab and left + right in vocab]
 
 
 def merges_by_score(data: GGUFVocabulary) -> list[tuple[str, str]] | None:
@@ -304,7 +325,7 @@ def merges_by_score(data: GGUFVocabulary) -> list[tuple[str, str]] | None:
     None when two results have the same score: then the place in the text decides, and no order of merges can say so.
     """
     types, tokens, scores = data.types, data.tokens, data.scores
-    vocab = data.texts_of(NORMAL, USER_DEFINED, UNUSED, BYTE)
+    vocab = data.texts_of(*_SENTENCEPIECE_KINDS)
     parts = {text: i for text, i in vocab.items() if types[i] != BYTE}
     merges: list[tuple[str, str]] = []
     last_score = None

@@ -6,19 +6,16 @@ No format is ever invented: a model without a template cannot chat. Rendering ma
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from functools import cached_property
-from typing import Any
-
-from jinja2 import Template
-from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from typing import TYPE_CHECKING, Any
 
 from vkit.errors import InvalidRequest
-from vkit.text.sandbox import MAX_RENDERED_CHARS, RaisedByTemplate, TemplateEnvironment, TooMuch
 from vkit.text.settings import DEFAULT_TEMPLATE
 from vkit.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from vkit.text.compiled_template import CompiledTemplate
 
 Message = Mapping[str, Any]
 
@@ -26,14 +23,7 @@ TOOL_TEMPLATE = "tool_use"
 """Name of the template that some models keep for conversations with tools."""
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_NONE_TEST = re.compile(r"\bcontent['\"\])]*\s+(?:is\s+(?:not\s+)?|[!=]=\s*)none", re.IGNORECASE)
-_PROBE = "vkit-probe-text"
 _OPEN_END = "\ue000vkit-open-end\ue001"
-
-# What rendering can raise besides jinja2's own errors: a template is a program over data it may not expect.
-_DATA_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
-
-_environment = TemplateEnvironment()
 
 
 class ContentFormat(StrEnum):
@@ -54,13 +44,18 @@ class ChatTemplate:
         bos_token: str | None = None,
         eos_token: str | None = None,
         content_format: ContentFormat | str = ContentFormat.AUTO,
+        compiles_late: bool = False,
     ) -> None:
-        """
+        """`compiles_late`: not before the first conversation, which then is what fails.
+
         Raises:
             InvalidRequest: a template is not valid Jinja; the message has its line.
         """
-        named = {DEFAULT_TEMPLATE: templates} if isinstance(templates, str) else templates
-        self._compiled = {name: _Compiled(source, ContentFormat(content_format)) for name, source in named.items()}
+        self._sources = {DEFAULT_TEMPLATE: templates} if isinstance(templates, str) else dict(templates)
+        self._wanted_format = ContentFormat(content_format)
+        self._compiled: dict[str, CompiledTemplate] = {}
+        for name in () if compiles_late else self._sources:
+            self._compile(name)
         self._tokens = {
             name: text for name, text in (("bos_token", bos_token), ("eos_token", eos_token)) if text is not None
         }
@@ -72,6 +67,7 @@ class ChatTemplate:
         *,
         override: str | None = None,
         content_format: ContentFormat | str = ContentFormat.AUTO,
+        compiles_late: bool = False,
     ) -> ChatTemplate:
         """The model's template, or `override` (Jinja source) in its place.
 
@@ -84,22 +80,26 @@ class ChatTemplate:
                 "the model has no chat template", param="messages", remedy="give one with --chat-template"
             )
         return cls(
-            templates, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, content_format=content_format
+            templates,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            content_format=content_format,
+            compiles_late=compiles_late,
         )
 
     @property
     def source(self) -> str:
         """The Jinja source of the template that plain conversations use."""
-        return self._choose(has_tools=False).source
+        return self._sources[self._chosen(has_tools=False)]
 
     def mentions(self, name: str) -> bool:
         """Whether any of the model's templates speaks of this variable or key."""
-        return any(name in compiled.source for compiled in self._compiled.values())
+        return any(name in source for source in self._sources.values())
 
     @property
     def content_format(self) -> ContentFormat:
         """Whether message contents are handed over as lists of parts (`openai`) or as strings."""
-        return self._choose(has_tools=False).content_format
+        return self._compile(self._chosen(has_tools=False)).content_format
 
     def render(
         self,
@@ -122,8 +122,10 @@ class ChatTemplate:
             raise InvalidRequest(
                 "continue_final_message: cannot be combined with add_generation_prompt", param="continue_final_message"
             )
-        template = self._choose(has_tools=tools is not None)
-        with _environment.metered():  # finding out what the template takes counts too
+        from vkit.text.compiled_template import environment
+
+        template = self._compile(self._chosen(has_tools=tools is not None))
+        with environment.metered():  # finding out what the template takes counts too
             prepared = prepare_messages(messages, template)
             if continue_final_message:
                 prepared = _mark_open_end(prepared)
@@ -138,108 +140,29 @@ class ChatTemplate:
             text = template.render_conversation(values, messages)
         return _cut_open_end(text) if continue_final_message else text
 
-    def _choose(self, *, has_tools: bool) -> _Compiled:
-        if has_tools and TOOL_TEMPLATE in self._compiled:
-            return self._compiled[TOOL_TEMPLATE]
-        if DEFAULT_TEMPLATE in self._compiled:
-            return self._compiled[DEFAULT_TEMPLATE]
-        if len(self._compiled) == 1:
-            return next(iter(self._compiled.values()))
+    def _chosen(self, *, has_tools: bool) -> str:
+        """The name of the template for a conversation."""
+        if has_tools and TOOL_TEMPLATE in self._sources:
+            return TOOL_TEMPLATE
+        if DEFAULT_TEMPLATE in self._sources:
+            return DEFAULT_TEMPLATE
+        if len(self._sources) == 1:
+            return next(iter(self._sources))
         raise InvalidRequest(
-            f"chat template: none of {', '.join(sorted(self._compiled))} is named {DEFAULT_TEMPLATE!r}",
+            f"chat template: none of {', '.join(sorted(self._sources))} is named {DEFAULT_TEMPLATE!r}",
             param="chat_template",
         )
 
+    def _compile(self, name: str) -> CompiledTemplate:
+        """The template of that name, ready to run."""
+        if name not in self._compiled:
+            from vkit.text.compiled_template import CompiledTemplate
 
-class _Compiled:
-    """One template and what it can take."""
-
-    def __init__(self, source: str, content_format: ContentFormat) -> None:
-        self.source = source
-        self._wanted_format = content_format
-        try:
-            self._template: Template = _environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise InvalidRequest(
-                f"chat template: line {error.lineno}: {_one_line(error.message or 'syntax error')}",
-                param="chat_template",
-            ) from error
-        except (TemplateError, *_DATA_ERRORS) as error:
-            raise InvalidRequest(f"chat template: {_one_line(error)}", param="chat_template") from error
-
-    @cached_property
-    def content_format(self) -> ContentFormat:
-        if self._wanted_format is not ContentFormat.AUTO:
-            return self._wanted_format
-        return ContentFormat.OPENAI if self._writes([{"type": "text", "text": _PROBE}]) else ContentFormat.STRING
-
-    @cached_property
-    def needs_parts(self) -> bool:
-        """Whether a plain string must be wrapped into a list of parts."""
-        if self._wanted_format is not ContentFormat.AUTO:
-            return self._wanted_format is ContentFormat.OPENAI
-        return self.content_format is ContentFormat.OPENAI and not self._writes(_PROBE)
-
-    @cached_property
-    def knows_developer(self) -> bool:
-        """Whether the template has something to say on the role `developer`."""
-        return "developer" in self.source
-
-    @cached_property
-    def knows_null_content(self) -> bool:
-        """Whether the template asks if a content is none; any other would fail on one, or write "None"."""
-        return _NONE_TEST.search(self.source) is not None
-
-    def render(self, values: Mapping[str, Any]) -> str:
-        """The text the template makes of `values`.
-
-        Raises:
-            InvalidRequest: it fails, refuses, or goes over the limits.
-        """
-        try:
-            with _environment.metered():
-                return self._collect(values)
-        except RaisedByTemplate as error:
-            raise InvalidRequest(f"chat template: {_one_line(error)}", param="messages") from error
-        except TooMuch as error:
-            raise InvalidRequest(f"chat template: stopped: {_one_line(error)}", param="chat_template") from error
-        except SecurityError as error:
-            raise InvalidRequest(f"chat template: not allowed: {_one_line(error)}", param="chat_template") from error
-        except TemplateError as error:
-            raise InvalidRequest(f"chat template: {_one_line(error)}", param="chat_template") from error
-
-    def render_conversation(self, values: dict[str, Any], messages: Sequence[Message]) -> str:
-        """As `render`; a template that fails on tool arguments as objects, or on a null content, gets them as text."""
-        first_error: Exception | None = None
-        for variant in (values["messages"], *_plainer_variants(values["messages"], messages)):
-            try:
-                return self.render({**values, "messages": variant})
-            except _DATA_ERRORS as error:
-                first_error = first_error or error
-        what = _one_line(first_error) or type(first_error).__name__
-        raise InvalidRequest(f"chat template: cannot render these messages: {what}", param="messages") from first_error
-
-    def _collect(self, values: Mapping[str, Any]) -> str:
-        chunks: list[str] = []
-        num_chars = 0
-        for chunk in self._template.generate(values):
-            num_chars += len(chunk)
-            if num_chars > MAX_RENDERED_CHARS:
-                raise TooMuch(f"the text is longer than {MAX_RENDERED_CHARS} characters")
-            chunks.append(chunk)
-        return "".join(chunks)
-
-    def _writes(self, content: object) -> bool:
-        """Whether a message with this content has its text, and nothing of its structure, written out."""
-        message = {"role": "user", "content": content}
-        try:
-            text = self.render({"messages": [message], "add_generation_prompt": False})
-        except (InvalidRequest, *_DATA_ERRORS):
-            return False
-        return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
+            self._compiled[name] = CompiledTemplate(self._sources[name], self._wanted_format)
+        return self._compiled[name]
 
 
-def prepare_messages(messages: Sequence[Message], template: _Compiled) -> list[dict[str, Any]]:
+def prepare_messages(messages: Sequence[Message], template: CompiledTemplate) -> list[dict[str, Any]]:
     """The messages as the template takes them: roles, contents and tool arguments brought into form.
 
     Raises:
@@ -250,7 +173,7 @@ def prepare_messages(messages: Sequence[Message], template: _Compiled) -> list[d
     return [_prepare_message(message, f"messages.{i}", template) for i, message in enumerate(messages)]
 
 
-def _prepare_message(message: Message, place: str, template: _Compiled) -> dict[str, Any]:
+def _prepare_message(message: Message, place: str, template: CompiledTemplate) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{place}: expected an object with a role, got {message!r:.80}", param=place)
     prepared = dict(message)
@@ -268,7 +191,7 @@ def _prepare_message(message: Message, place: str, template: _Compiled) -> dict[
     return prepared
 
 
-def _prepare_content(content: object, place: str, template: _Compiled) -> object:
+def _prepare_content(content: object, place: str, template: CompiledTemplate) -> object:
     if content is None:
         return None if template.knows_null_content else ""
     if isinstance(content, str):
@@ -315,32 +238,6 @@ def _prepare_tool_call(call: object, place: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": value}}
 
 
-def _plainer_variants(prepared: list[dict[str, Any]], original: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
-    """The prepared messages with null contents as empty strings, with tool arguments as JSON text, and with both."""
-    without_null = [{**m, "content": ""} if "content" in m and m["content"] is None else m for m in prepared]
-    if without_null != prepared:
-        yield without_null
-    if any(message.get("tool_calls") for message in prepared):
-        yield _with_arguments_as_text(prepared, original)
-        if without_null != prepared:
-            yield _with_arguments_as_text(without_null, original)
-
-
-def _with_arguments_as_text(prepared: list[dict[str, Any]], original: Sequence[Message]) -> list[dict[str, Any]]:
-    return [
-        {**message, "tool_calls": [_arguments_as_text(*pair) for pair in zip(calls, before["tool_calls"], strict=True)]}
-        if (calls := message.get("tool_calls"))
-        else message
-        for message, before in zip(prepared, original, strict=True)
-    ]
-
-
-def _arguments_as_text(call: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = original["function"].get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}
-
-
 def _mark_open_end(prepared: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with a mark at the end of the last one's text; everything after it is cut off later."""
     last = prepared[-1]
@@ -363,7 +260,3 @@ def _cut_open_end(text: str) -> str:
             param="continue_final_message",
         )
     return head.replace(_OPEN_END, "")
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())

@@ -244,7 +244,7 @@ def _gguf_metadata(source: Path | CheckpointFiles) -> Mapping[str, Any]:
 
     storage = open_storage(source)
     try:
-        metadata = dict(read_header(storage).metadata)
+        metadata: Mapping[str, Any] = read_header(storage).metadata
     finally:
         storage.close()
     if metadata.get("split.no"):  # a later part of a split file says nothing about the model

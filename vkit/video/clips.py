@@ -145,6 +145,9 @@ def _opened(path: Path) -> Any:
         container.close()
         raise MediaError(f"{path}: it has no picture")
     context = container.streams.video[0].codec_context
+    if context is None:
+        container.close()
+        raise MediaError(f"{path}: its pictures are in a format that nothing here decodes")
     if context.width * context.height > MAX_FRAME_PIXELS:
         container.close()
         raise MediaError(f"{path}: {context.width}x{context.height} pixels, at most {MAX_FRAME_PIXELS} are taken")

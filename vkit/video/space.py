@@ -17,6 +17,17 @@ def lack_of_space(folder: Path, needed: int) -> str | None:
     return f"about {needed / 1e9:.2f} GB will be written, {free / 1e9:.2f} GB are free"
 
 
+def bytes_below(folder: Path) -> int:
+    """What the files of a folder take; those that vanish meanwhile take nothing."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue
+    return total
+
+
 def write_fault(output: Path) -> str | None:
     """Why no file can be made where `output` will be; None if one can: a probe is made beside it and removed."""
     probe = output.with_name(f".{output.name}.probe")

@@ -376,7 +376,7 @@ def _on_terminal(pty: Any, args: list[str], environment: dict[str, str]) -> str:
             break
         pieces.append(piece)
     os.close(ours)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=120) == 0
     return b"".join(pieces).decode()
 
 
@@ -385,6 +385,6 @@ def test_help_costs_no_torch() -> None:
         "import sys; from vkit.cli import main; status = main(['h3-gen', '--help']); "
         "sys.exit(status or ('torch' in sys.modules) * 9)"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "--denoise-only" in done.stdout

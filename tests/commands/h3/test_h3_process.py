@@ -29,7 +29,7 @@ def _streams(path: Path) -> dict[str, dict[str, Any]]:
     if shutil.which("ffprobe") is None:
         return _streams_by_pyav(path)
     command = ["ffprobe", "-v", "error", "-count_frames", "-show_streams", "-of", "json", str(path)]
-    told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)["streams"]
+    told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=200).stdout)["streams"]
     video, audio = (next(item for item in told if item["codec_type"] == kind) for kind in ("video", "audio"))
     return {
         "video": {
@@ -176,7 +176,7 @@ def test_a_server_makes_videos_and_goes_on_after_a_restart(
         "--served-model-name", "h3",
     )  # fmt: skip
     server, url = _server(begin, tiny, *flags)
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=200, max_retries=0)
     knobs = {"num_frames": 22, "num_inference_steps": 3}
     made = client.videos.create_and_poll(
         prompt="waves", model="h3", size="64x64", extra_body=knobs, poll_interval_ms=100
@@ -199,7 +199,7 @@ def test_a_server_makes_videos_and_goes_on_after_a_restart(
     assert client.videos.retrieve(long.id).status == "in_progress"
     server.ended(signal.SIGKILL)
     again, url = _server(begin, tiny, *flags)
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=200, max_retries=0)
     assert client.videos.retrieve(made.id).status == "completed"
     again.until(lambda: client.videos.retrieve(long.id).status == "completed", 240)
     (tmp_path / "long.mp4").write_bytes(client.videos.download_content(long.id).read())
@@ -221,7 +221,7 @@ def test_a_server_without_sound_autoencoder_makes_silent_clips_and_says_so(
     job = httpx.post(f"{url}/v1/videos/sync", json=body, timeout=120).json()
     assert job["status"] == "succeeded", job
     assert "silent" in job["warning"]
-    (tmp_path / "silent.mp4").write_bytes(httpx.get(f"{url}/v1/videos/{job['id']}/content", timeout=60).content)
+    (tmp_path / "silent.mp4").write_bytes(httpx.get(f"{url}/v1/videos/{job['id']}/content", timeout=200).content)
     with av.open(str(tmp_path / "silent.mp4")) as container:
         assert (len(container.streams.video), len(container.streams.audio)) == (1, 0)
         assert sum(1 for _ in container.decode(video=0)) == 22

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
 import torch
 
-from vkit.kernels.cases import Shape, Source, attention_arguments
-from vkit.kernels.dispatch import default_kv_layout
+from vkit.kernels.cases import CASES, NARROW, Shape, Source, attention_arguments, judge, latent_arguments
 from vkit.kernels.paged import PagedBatch
 from vkit.kernels.reference import OPS as REFERENCE
 
@@ -60,6 +58,21 @@ def test_a_result_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
         assert torch.equal(own, together[start:stop])
 
 
+@pytest.mark.parametrize("length", [33, 47, 48, 63])
+def test_lengths_on_the_host_are_bounds(length: int) -> None:
+    """As in a captured step: with a window, a shorter sequence may lie across more chunks than the longest."""
+    from vkit.kernels.triton.paged import paged_attention
+
+    given = arguments(replace(SPLIT, lengths=((1, length), (1, 5)), window=16))
+    expected = REFERENCE["paged_attention"](*given)
+    batch = given[3]
+    assert isinstance(batch, PagedBatch)
+    batch.memo.clear()
+    batch.host_seq_lens[:] = [64, 64]
+    found = paged_attention(*given, chunk=16)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_a_padding_row_gives_zeros_and_reads_nothing(chunk: int) -> None:
     """A sequence of length zero with one query: what a captured graph has in its unused rows."""
@@ -75,20 +88,74 @@ def test_a_padding_row_gives_zeros_and_reads_nothing(chunk: int) -> None:
     assert out[0].any()
 
 
-def test_a_narrow_cache_is_left_to_the_reference_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_narrow_cache_is_written_and_read(dtype: torch.dtype) -> None:
+    from vkit.kernels.triton.ops import OPS
+
+    cpu = torch.device("cpu")
+    for case in CASES:
+        is_small = "(3, 20, 4)" in case.label or "((1, 3), (1, 17), (1, 200))" in case.label
+        if f"in {dtype}" in case.label and is_small:
+            assert judge(case, torch.bfloat16, OPS[case.op], REFERENCE[case.op], cpu).is_good
+
+
+@pytest.mark.parametrize("dtype", NARROW[:2])
+def test_every_number_of_fp8_is_read_and_written_as_it_is(dtype: torch.dtype) -> None:
+    from vkit.kernels.triton.cache import write_kv
+
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    between = torch.cat([codes.float(), codes.float() * 1.03125, codes.float() * 0.96875]).nan_to_num(0.0, 6e4, -6e4)
+    rows = between.view(-1, 1, 32)
+    cache, expected = (torch.zeros(6, 4, 1, 32, dtype=torch.uint8).view(dtype) for _ in range(2))
+    slots = torch.arange(len(rows))
+    write_kv(rows, rows, cache, cache, slots)
+    REFERENCE["write_kv"](rows, rows, expected, expected, slots)
+    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_vector_that_is_key_and_value_is_read_once(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latent attention has a kernel of its own, which a window or a cache of its own for the values is not for."""
     from vkit.kernels.triton import paged
 
-    paged._reported.clear()
-    pages = torch.zeros(3, 2 * 4 * 2 * 12, dtype=torch.uint8)
-    k_cache, v_cache = default_kv_layout(pages, 4, 2, (12, 12), torch.int8)
-    k, v = torch.randn(2, 2, 8), torch.randn(2, 2, 8)
-    expected = k_cache.clone(), v_cache.clone()
-    with caplog.at_level(logging.WARNING, logger="vkit.kernels"):
-        for _ in range(2):
-            paged.write_kv(k, v, k_cache, v_cache, torch.tensor([1, 9]))
-    REFERENCE["write_kv"](k, v, *expected, torch.tensor([1, 9]))
-    assert torch.equal(k_cache, expected[0])
-    assert torch.equal(v_cache, expected[1])
-    assert [record.message for record in caplog.records] == [
-        "attention: no triton kernel for a cache of torch.int8; plain torch runs it"
-    ]
+    taken: list[int] = []
+    latent = paged._latent
+    monkeypatch.setattr(paged, "_latent", lambda *given: (taken.append(1), latent(*given)))
+    q, cache, values, *rest = latent_arguments(
+        Source(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(3)), ((1, 40), (11, 20)), 5, 24, 8
+    )
+    rest[2] = window
+    expected = REFERENCE["paged_attention"](q, cache, values, *rest)
+    for own in (values, values.clone()):
+        out = paged.paged_attention(q, cache, own, *rest, chunk=16)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert len(taken) == (window is None)
+
+
+@pytest.mark.parametrize(("lengths", "width"), [((1, 70), 20), ((33,), 72)])
+def test_runs_of_tokens_see_themselves(lengths: tuple[int, ...], width: int) -> None:
+    from vkit.kernels.triton.segments import segment_attention
+
+    q, k, v = torch.randn(3, 2, sum(lengths), width).transpose(1, 2)
+    expected = torch.cat(
+        [
+            torch.softmax(torch.einsum("qhd,khd->hqk", *parts[:2]) * 0.3, -1).matmul(parts[2].transpose(0, 1))
+            for parts in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
+        ],
+        dim=1,
+    ).transpose(0, 1)
+    torch.testing.assert_close(segment_attention(q, k, v, lengths, 0.3), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_a_padding_row_of_latent_attention_gives_zeros(chunk: int) -> None:
+    from vkit.kernels.triton.paged import paged_attention
+
+    source = Source(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(3))
+    q, cache, values, batch, *settings = latent_arguments(source, ((1, 40), (1, 7)), 5, 24, 8)
+    batch.seq_lens[1] = 0
+    batch.block_table[batch.host_rows[1]] = 10**6
+    out = paged_attention(q, cache, values, batch, *settings, chunk=chunk)
+    assert not out[1].any()
+    assert out[0].isfinite().all()
+    assert out[0].any()

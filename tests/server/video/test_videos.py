@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -153,6 +154,34 @@ async def test_what_the_disk_cannot_hold_is_refused(studio):
     assert error["message"].startswith("size: 1280x704 of 345 frames: about 1152921504.61 GB will be written")
     assert str(made.root) not in reply.text
     assert list(made.root.glob("vid_*")) == []
+
+
+async def test_the_disk_is_promised_once(studio, monkeypatch):
+    """What waits and what the running job still has to write count; what it wrote is no longer free anyway."""
+    made, mega = studio(), 1_000_000
+    monkeypatch.setattr("vkit.video.space.shutil.disk_usage", lambda place: SimpleNamespace(free=1000 * mega))
+    made.pipeline.disk_bytes = 400 * mega
+    made.pipeline.gate.clear()
+    await made.create()
+    while made.jobs.get("vid_1").status != "running":
+        await asyncio.sleep(0.01)
+    await made.create()
+    refused = await made.client.post("/v1/videos", json={"prompt": "x"})
+    assert refused.status_code == 503
+    assert "The videos before this one will fill the disk: with it about 1.20 GB will be written" in refused.text
+    assert "Retry-After" in refused.headers
+    assert sorted(path.name for path in made.root.glob("vid_*")) == ["vid_1", "vid_2"]
+    frames = made.root / "vid_1" / "frames"
+    frames.mkdir()
+    with (frames / "0").open("wb") as file:
+        file.truncate(200 * mega)  # a hole: it takes nothing here
+    await made.create()
+    assert (await made.client.post("/v1/videos", json={"prompt": "x"})).status_code == 503
+    await made.client.delete("/v1/videos/vid_2")  # gives back what it was promised
+    await made.create()
+    made.pipeline.disk_bytes = 1001 * mega  # too much for the disk alone: the client's fault
+    assert (await made.client.post("/v1/videos", json={"prompt": "x"})).status_code == 400
+    made.pipeline.gate.set()
 
 
 async def test_only_the_video_itself_can_be_had(studio):

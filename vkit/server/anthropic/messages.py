@@ -21,7 +21,7 @@ from vkit.server.anthropic.schemas import (
 )
 from vkit.server.call import Call
 from vkit.server.inference import Choice, Run
-from vkit.server.openai.chat import Prepared, prepare, render_context
+from vkit.server.openai.chat.request import Prepared, prepare, render_context
 from vkit.server.openai.completions import log_outputs
 from vkit.server.openai.render import rendered
 from vkit.server.openai.shared import with_load_header
@@ -82,12 +82,25 @@ async def _prepare(call: Call, body: CountTokensBody, *, must_fit: bool = True) 
             chat_body(call, body),
             tool_use=tool_use(call, body),
             must_fit=must_fit,
-            format_field="output_config.format" if body.output_format is None else "output_format",
+            names=_chat_fields(body),
         )
     except ContextOverflow as exc:
         # Clients shorten their history when they see these words.
         limit = exc.max_model_len - 1
         raise bad_request(f"prompt is too long: {exc.num_tokens} tokens > {limit} maximum", "messages") from None
+
+
+def _chat_fields(body: CountTokensBody) -> dict[str, str]:
+    """Chat's name for a field -> what this request calls it."""
+    has_effort = body.output_config is not None and body.output_config.get("effort") is not None
+    return {
+        "response_format": "output_config.format" if body.output_format is None else "output_format",
+        "stop": "stop_sequences",
+        "reasoning_effort": "output_config.effort" if has_effort else "thinking",
+        "thinking_token_budget": "thinking.budget_tokens",
+        "chat_template_kwargs.enable_thinking": "thinking",
+        "tool_calls": "messages.tool_use",
+    }
 
 
 async def _as_is(frames: Frames) -> Frames:

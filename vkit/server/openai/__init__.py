@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vkit.server.openai.chat import chat_completions, render_chat_completions
+from vkit.server.openai.chat.routes import chat_completions, render_chat_completions
 from vkit.server.openai.completions import completions, render_completions
 from vkit.server.openai.embeddings import EmbeddingBody, EmbeddingReply, embeddings
 from vkit.server.openai.models import get_model, list_models

@@ -8,7 +8,7 @@ from litestar.response.base import Response
 
 from vkit.server.call import Call
 from vkit.server.media import place_media
-from vkit.server.openai.chat import (
+from vkit.server.openai.chat.request import (
     asked_media_options,
     chat_prompt,
     check_template_source,

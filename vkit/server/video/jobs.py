@@ -25,7 +25,7 @@ from vkit.video.h3.pipeline import Progress, VideoResult
 from vkit.video.h3.plan import VideoPlan
 from vkit.video.h3.request import VideoRequest
 from vkit.video.mux import Muxer
-from vkit.video.space import lack_of_space
+from vkit.video.space import bytes_below, lack_of_space
 
 logger = logging.getLogger("vkit.server.video")
 
@@ -73,6 +73,8 @@ class VideoJob:
     height: int
     duration: float
     created_at: int
+    disk_bytes: int = 0
+    """What it will have written by its end, about."""
     warnings: list[str] = field(default_factory=list)
     status: str = QUEUED
     completed_at: int | None = None
@@ -136,7 +138,8 @@ class VideoJobs:
         """A new job, checked against the model and queued.
 
         Raises:
-            Problem: 400 (also for what the model cannot do, or the disk cannot hold), 403 or 503.
+            Problem: 400 (also for what the model cannot do, or the disk cannot hold), 403, or 503 (also when the
+                disk cannot hold it beside those before it).
             UsageError: a part of the model is missing that only the operator can give.
         """
         with self._lock:
@@ -159,10 +162,12 @@ class VideoJobs:
                 height=plan.height,
                 duration=plan.duration,
                 created_at=int(time.time()),
+                disk_bytes=plan.disk_bytes,
                 warnings=list(dict.fromkeys([*warnings, *asked.warnings, *self._notes(plan)])),
             )
             with self._lock:
                 self._check_room()
+                self._check_disk(job)
                 self._jobs[job.id] = job
                 self._write(job)
                 self._waiting.append(job)
@@ -239,6 +244,15 @@ class VideoJobs:
             raise unavailable("The server is shutting down.")
         if len(self._waiting) >= self._max_queued:
             raise unavailable(f"The queue is full: at most {self._max_queued} videos may wait.")
+
+    def _check_disk(self, job: VideoJob) -> None:
+        """Refuse a job for which the disk will have no place once those before it are made."""
+        promised = sum(waiting.disk_bytes for waiting in self._waiting)
+        if (current := self._current) is not None:
+            promised += max(0, current.disk_bytes - bytes_below(self._folder(current.number)))
+        lack = lack_of_space(self._root, promised + job.disk_bytes)
+        if lack is not None:
+            raise unavailable(f"The videos before this one will fill the disk: with it {lack}.")
 
     def _planned(self, request: VideoRequest, folder: Path) -> VideoPlan:
         try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vkit.quantization import QuantizedTensor
+from vkit.quantization import QuantizedTensor, placed
 from vkit.video.h3.dit_weights import CURVE_TABLE, MATRICES, DiTWeights
 from vkit.video.h3.layout import Layout, RowKind, timestep_of_kind
 from vkit.video.h3.weights import (
@@ -259,7 +259,7 @@ class DiT:
         return self._typed(self._weights.block(index))
 
     def _placed(self, layer: Layer) -> Layer:
-        return {name: weight.to(self._device) for name, weight in self._typed(layer).items()}
+        return {name: placed(weight, self._device) for name, weight in self._typed(layer).items()}
 
     def _typed(self, layer: Layer) -> Layer:
         """Norms dense, matrices as they are stored unless they are to be expanded."""
@@ -284,7 +284,7 @@ class DiT:
         return self._island(name).to(self._dtype)
 
     def _matrix(self, name: str) -> BlockWeight:
-        return self._weights.matrix(name).to(self._device)
+        return placed(self._weights.matrix(name), self._device)
 
     def _dense_island(self, name: str, x: Tensor) -> Tensor:
         return functional.linear(x, self._island(f"{name}.weight"), self._island(f"{name}.bias"))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vkit.quantization import QuantizedTensor
+from vkit import kernels
+from vkit.quantization import QuantizedTensor, placed
 from vkit.video.h3.request import Offload
 
 BlockWeight = Tensor | QuantizedTensor
@@ -63,6 +64,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool = False) -> Tensor:
     """Softmax attention; q, k, v (H, T, D) -> (T, H · D). Blockwise: no T x T matrix exists."""
+    if not is_causal:
+        queries, keys, values = (x.transpose(0, 1) for x in (q, k, v))
+        return kernels.segment_attention(queries, keys, values, [q.shape[1]], scale).flatten(1)
     out = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=is_causal, scale=scale)[0]
     return out.transpose(0, 1).reshape(out.shape[1], -1)
 
@@ -167,7 +171,7 @@ def _to(layer: Mapping[str, BlockWeight], device: torch.device) -> Layer:
     if device.type == "cpu":
         return dict(layer)
     return {
-        name: weight.to(device)
+        name: placed(weight, device)
         if isinstance(weight, QuantizedTensor)
         else weight.to(device, non_blocking=weight.is_pinned())
         for name, weight in layer.items()

@@ -11,7 +11,8 @@ import msgspec
 from vkit.errors import RequestFailed
 from vkit.server.call import Call
 from vkit.server.inference import Choice, Run
-from vkit.server.openai.chat import Prepared, ReplyWriter
+from vkit.server.openai.chat.reply import ReplyWriter
+from vkit.server.openai.chat.request import Prepared
 from vkit.server.openai.completions import log_outputs
 from vkit.server.openai.responses.events import OutputBuilder, replayed
 from vkit.server.openai.responses.schemas import (

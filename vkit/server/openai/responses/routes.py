@@ -8,7 +8,7 @@ from typing import Any
 from litestar.response.base import Response
 
 from vkit.server.call import Call, new_id
-from vkit.server.openai.chat import Prepared, prepare, render_context
+from vkit.server.openai.chat.request import Prepared, prepare, render_context
 from vkit.server.openai.render import rendered
 from vkit.server.openai.responses.items import chat_messages, continues_last, normalised_items
 from vkit.server.openai.responses.job import ResponseJob
@@ -45,6 +45,14 @@ _NOT_COPIED = frozenset(
         "stream",
     }
 )
+
+CHAT_FIELDS = {
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "max_tokens": "max_output_tokens",
+    "tool_calls": "input.function_call",
+}
+"""Chat's name for a field -> this route's."""
 
 
 async def create_response(call: Call) -> Response[Any]:
@@ -155,14 +163,14 @@ async def _prepare(call: Call, body: ResponsesBody, tools: ResponseTools) -> tup
         chat = _chat_body(call, body, kept)
         num_ignored = len(call.ignored)
         try:
-            return await prepare(call, chat, tool_use=tools.tool_use, format_field="text.format"), items
+            return await prepare(call, chat, tool_use=tools.tool_use, names=CHAT_FIELDS), items
         except ContextOverflow as exc:
             if body.truncation != "auto":
                 raise ContextOverflow(exc.num_tokens, exc.max_model_len, "input") from None
             del call.ignored[num_ignored:]
             if not _drop_oldest(kept):
                 chat.truncate_prompt_tokens = -1
-                return await prepare(call, chat, tool_use=tools.tool_use, format_field="text.format"), items
+                return await prepare(call, chat, tool_use=tools.tool_use, names=CHAT_FIELDS), items
 
 
 def _drop_oldest(items: list[Json]) -> bool:

@@ -1,0 +1,1 @@
+"""Kernels written in CUDA C++, compiled by nvcc at their first use."""

@@ -1,0 +1,1 @@
+"""The chat route: request, whole reply, stream."""
