@@ -20,7 +20,7 @@ from vkit.kernels.triton.codes import as_read, scaled_values
 from vkit.kernels.triton.common import Ahead, rounded
 from vkit.kernels.triton.expert_groups import Groups, expert_of, slots_of
 from vkit.kernels.triton.fallback import say_once
-from vkit.kernels.triton.packed import TILE_OUT, TILE_STAGES, TILE_STEP, is_split
+from vkit.kernels.triton.packed import TILE_OUT, TILE_STAGES, TILE_STEP, is_split, tile_warps
 
 ALIGNMENT = 16
 """Bytes; what one load of a thread takes."""
@@ -173,7 +173,8 @@ class PackedExperts:
             self.addresses.shape[0], self.num_rows, self.num_columns, x.stride(0), *self.numbers, out.stride(0),
             **self.settings, HAS_FACTORS=self.factors is not None, SLOTS_PER_ROW=slots_per_row,
             SPLIT=is_split(groups.rows, x), ROWS=groups.rows, OUT=TILE_OUT, STEP=TILE_STEP,
-            EVEN=self.num_columns % TILE_STEP == 0, num_warps=4, num_stages=TILE_STAGES,
+            EVEN=self.num_columns % TILE_STEP == 0,
+            num_warps=_num_warps(self.kernel, groups.rows), num_stages=TILE_STAGES,
         )  # fmt: skip
 
 
@@ -253,6 +254,10 @@ def uneven(tensors: Sequence[Tensor], alignment: int = ALIGNMENT) -> str | None:
     return None
 
 
+def _num_warps(kernel: Any, rows: int) -> int:
+    return tile_warps(rows) if kernel is grouped_packed_kernel else 4
+
+
 def _ahead(kernel: Any, name: str, rows: int, settings: dict[str, object]) -> Ahead:
     pointers = {"x": "*bf16", "addresses": "*i64", "out": "*bf16"}
     indices = dict.fromkeys(("order", "slot_ends", "tile_ends"), "*i64")
@@ -267,6 +272,7 @@ def _ahead(kernel: Any, name: str, rows: int, settings: dict[str, object]) -> Ah
         kernel,
         {**pointers, **indices, **sizes, **rest},
         {**settings, **fixed, **tile},
+        num_warps=_num_warps(kernel, rows),
         num_stages=TILE_STAGES,
         expects=big.get(rows, {"all": ("mma.sync",)}),
     )

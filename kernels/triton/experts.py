@@ -141,9 +141,9 @@ def run_experts(
     groups = Groups.of(ids, len(down.weights))
     hidden = torch.empty(ids.numel(), sum(m.num_rows for m in gate_up), dtype=x.dtype, device=x.device)
     column = 0
-    for product_ in products[:-1]:
-        product_.multiply(x, groups, hidden[:, column : column + product_.num_rows], top_k)
-        column += product_.num_rows
+    for part in products[:-1]:
+        part.multiply(x, groups, hidden[:, column : column + part.num_rows], top_k)
+        column += part.num_rows
     act = activation.silu_and_mul if activation_name == "silu" else activation.gelu_and_mul
     parts = torch.empty(ids.numel(), down.num_rows, dtype=x.dtype, device=x.device)
     products[-1].multiply(act(hidden), groups, parts, 1)
@@ -184,7 +184,8 @@ def _plain_experts(matrix: ExpertMatrix) -> PlainExperts | str:
         return reason
     first = dense[0]
     addresses = torch.tensor([weight.data_ptr() for weight in dense], device=first.device)
-    return PlainExperts(addresses, *first.shape, first.stride(0), first.dtype)
+    num_rows, num_columns = first.shape
+    return PlainExperts(addresses, num_rows, num_columns, first.stride(0), first.dtype)
 
 
 def num_warps(rows: int) -> int:

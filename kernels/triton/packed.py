@@ -163,7 +163,7 @@ def quantized_linear(x: Tensor, data: Tensor, qtype: str, bias: Tensor | None) -
         tile_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_rows, TILE_OUT))](
             flat, data, bias, out, num_tokens, num_rows, columns, flat.stride(0), data.stride(0),
             **settings, SPLIT=is_split(rows, x), ROWS=rows, OUT=TILE_OUT, STEP=TILE_STEP, EVEN=columns % TILE_STEP == 0,
-            num_warps=4, num_stages=TILE_STAGES,
+            num_warps=tile_warps(rows), num_stages=TILE_STAGES,
         )  # fmt: skip
     return out.view(*x.shape[:-1], num_rows)
 
@@ -189,6 +189,11 @@ def tile_rows(num_tokens: int) -> int:
     return min(128, max(16, power_of_two(num_tokens)))
 
 
+def tile_warps(rows: int) -> int:
+    """Warps of a tile of so many tokens: split ones of more than sixteen would not fit the registers of four."""
+    return 8 if 16 < rows < 128 else 4
+
+
 def is_split(rows: int, x: Tensor) -> bool:
     """Whether what rounding takes from a value is multiplied too: where bytes bound the product, it costs little."""
     return rows < 128 and x.dtype is not torch.float32
@@ -210,13 +215,14 @@ def _ahead(kernel: Any, name: str, qtype: str, **constants: object) -> Ahead:
 def _tile_ahead(rows: int, qtype: str) -> Ahead:
     big = {"sm_80": ("mma.sync",), "sm_90": ("wgmma.mma_async",), "sm_100": ("tcgen05.mma",)}
     ahead = _ahead(tile_kernel, f"packed_tile_{rows}", qtype, SPLIT=rows < 128, ROWS=rows, OUT=TILE_OUT, STEP=TILE_STEP)
-    return replace(ahead, num_stages=TILE_STAGES, expects=big if rows == 128 else {"all": ("mma.sync",)})
+    expects = big if rows >= 64 else {"all": ("mma.sync",)}
+    return replace(ahead, num_warps=tile_warps(rows), num_stages=TILE_STAGES, expects=expects)
 
 
 _COMPILED = ("Q4_0", "Q8_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 AHEAD: tuple[Ahead, ...] = (
     *(_ahead(line_kernel, "packed_line", qtype, OUT=LINE_OUT, STEP=LINE_STEP) for qtype in _COMPILED),
     *(_tile_ahead(128, qtype) for qtype in _COMPILED),
-    _tile_ahead(16, "Q4_K"),
+    *(_tile_ahead(16, "Q4_K"), _tile_ahead(32, "Q4_K"), _tile_ahead(64, "Q8_0")),
     _ahead(rows_kernel, "packed_rows", "Q6_K", STEP=ROWS_STEP),
 )

@@ -1,26 +1,29 @@
-"""Small checkpoints through runner and cache with the Triton kernels: which of them a step reaches, and its logits."""
+"""Small checkpoints through runner, cache and the Triton kernels, interpreted: logits are those recorded."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from vkit import kernels
-from vkit.cache.groups import CacheKind
 from vkit.kernels import dispatch
+from vkit.kernels.planes import as_rows
+from vkit.kernels.triton import backend
 from vkit.loaders import open_checkpoint
 from vkit.models import build_model
+from vkit.quantization import QuantizedTensor
 from vkit.runner import Runner
 from vkit.sequence import Plan, ScheduledSequence, Sequence
 from vkit.types import SamplingParams
 
 GOLDENS = Path(__file__).resolve().parents[4] / "shared" / "goldens" / "models"
-PROMPT, TOKENS = 5, 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,67 +38,59 @@ class Options:
     max_num_seqs: int = 4
 
 
-@pytest.fixture
-def reached(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """The ops that ran, with the kernels offered for the host as cards have them."""
-    from vkit.kernels.triton import backend
-
-    found: set[str] = set()
-
-    def find(op: str, dtype: torch.dtype, /) -> dispatch.Op | None:
-        own = backend.find(op, dtype)
-        if own is not None:
-            found.add(op)
-        return own
-
-    offered = dispatch.Backend("triton", "cpu", find)
-    monkeypatch.setitem(dispatch._backends, "cpu", [*dispatch.backends("cpu"), offered])
+@pytest.fixture(autouse=True)
+def _on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The backend as cards have it, offered for the host."""
+    interpreted = dispatch.Backend("triton", "cpu", backend.find, pack=backend.pack, pack_scaled=as_rows)
+    monkeypatch.setitem(dispatch._backends, "cpu", [*dispatch.backends("cpu"), interpreted])
     with kernels.using_backend("cpu", "triton"):
-        yield found
+        yield
 
 
-def logits_of(name: str, options: Options, token_ids: list[int]) -> torch.Tensor:
-    """Logits after the prompt and after each token that follows."""
-    runner = Runner(build_model(open_checkpoint(GOLDENS / name), options), options, 60)  # type: ignore[arg-type]
-    # Groups share the pages of one pool, so no two may own the same block; a state is one block.
-    blocks = [
-        [1 + 8 * index] if group.kind is CacheKind.STATE else list(range(1 + 8 * index, 9 + 8 * index))
-        for index, group in enumerate(runner.store.groups)
-    ]
+def logits_of(checkpoint: Any, token_ids: list[int], cuts: list[int]) -> torch.Tensor:
+    """Logits of every position of a prompt that is computed in pieces."""
+    options = Options()
+    runner = Runner(build_model(checkpoint, options), options, 20)  # type: ignore[arg-type]
+    blocks = [list(range(1, 9)) for _ in runner.store.groups]
     sequence = Sequence("a", token_ids, len(token_ids), SamplingParams(temperature=0.0), 0.0, block_ids=blocks)
-    rows, start = [], 0
-    for step, stop in enumerate(range(PROMPT, len(token_ids) + 1)):
+    rows = []
+    for step, (start, stop) in enumerate(zip([0, *cuts], [*cuts, len(token_ids)], strict=True)):
         sequence.num_computed_tokens = stop
-        share = ScheduledSequence(sequence, start, stop - start, 1, True)
+        share = ScheduledSequence(sequence, start, stop - start, stop - start, stop == len(token_ids))
         rows.append(runner.forward(Plan(step, [share], [])).clone())
-        start = stop
-    return torch.cat(rows).float()
+    return torch.cat(rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "ops"),
-    [
-        ("qwen3_5", {"causal_conv1d", "gated_delta_net", "log_decay", "paged_attention", "write_kv"}),
-        ("kimi_linear", {"causal_conv1d", "gated_delta_net", "log_decay", "paged_attention", "write_kv"}),
-        ("nemotron_h", {"causal_conv1d", "mamba2_scan"}),
-        ("deepseek_v3", {"paged_attention", "write_kv"}),
-    ],
-)
-def test_a_model_of_each_kind_gives_its_recorded_logits(name: str, ops: set[str], reached: set[str]) -> None:
-    golden = load_file(GOLDENS / name / "golden.safetensors")
-    found = logits_of(name, Options(), golden["input_ids"][:TOKENS].tolist())
-    assert reached >= ops
-    torch.testing.assert_close(found, golden["logits"][PROMPT - 1 : TOKENS].float(), atol=2e-4, rtol=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["float8_e4m3fn", "int8"])
-def test_a_narrow_cache(cache: str, reached: set[str]) -> None:
-    options = dataclasses.replace(Options(), kv_cache_dtype=cache)
-    token_ids = load_file(GOLDENS / "llama" / "golden.safetensors")["input_ids"][:TOKENS].tolist()
-    found = logits_of("llama", options, token_ids)
-    assert reached >= {"paged_attention", "write_kv"}
+def test_a_gguf_file(caplog: pytest.LogCaptureFixture) -> None:
+    """Eight-bit blocks, prefill and one token at a time; every packed weight was laid out in planes."""
+    golden = load_file(GOLDENS / "llama" / "golden.safetensors")
+    prompt, recorded = golden["input_ids"][:3].tolist(), golden["logits"][:3]
+    checkpoint = open_checkpoint(GOLDENS / "llama" / "model-q8_0.gguf")
+    with caplog.at_level(logging.WARNING, logger="vkit.kernels"):
+        logits = logits_of(checkpoint, prompt, [len(prompt) - 1])
+    weight = build_model(checkpoint, Options()).model.embed_tokens.weight  # type: ignore[arg-type, attr-defined]
+    assert isinstance(weight, QuantizedTensor)
+    assert weight.qtype == "Q8_0_PLANES"
+    assert not [line for line in caplog.messages if "quantized" in line]
     with kernels.using_backend("cpu", "reference"):
-        expected = logits_of("llama", options, token_ids)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-3)
+        torch.testing.assert_close(logits, logits_of(checkpoint, prompt, []), atol=1e-4, rtol=0)
+    assert float((logits - recorded).abs().max()) < 0.02 * float(recorded.max() - recorded.min())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("awq", "gptq_act_order", "fp8_block", "nvfp4_modelopt")],
+)
+def test_quantised_checkpoints(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Logits of the dequantised weights under plain activations, whatever the checkpoint asks of activations."""
+    from vkit.kernels.triton import fallback
+
+    fallback.forget()
+    golden = load_file(GOLDENS / "quant" / name / "golden.safetensors")
+    length = 3
+    with caplog.at_level(logging.WARNING, logger="vkit.kernels"):
+        logits = logits_of(
+            open_checkpoint(GOLDENS / "quant" / name), golden["input_ids"][:length].tolist(), [length - 1]
+        )
+    torch.testing.assert_close(logits, golden["logits"][:length], atol=1e-4, rtol=0)
+    assert not [line for line in caplog.messages if "scaled_linear: no triton kernel" in line]
