@@ -93,6 +93,10 @@ def test_unknown_keyword_is_a_type_error() -> None:
         ({"cudagraph_capture_sizes": "1,2", "enforce_eager": True}, "--cudagraph-capture-sizes"),
         ({"cudagraph_capture_sizes": [200], "max_num_seqs": 100}, "--cudagraph-capture-sizes"),
         ({"cudagraph_capture_sizes": [2], "tensor_parallel_size": 2}, "--cudagraph-capture-sizes"),
+        (
+            {"cudagraph_capture_sizes": [2], "speculative_config": {"model": "d", "num_speculative_tokens": 2}},
+            "--cudagraph-capture-sizes",
+        ),
     ],
 )
 def test_contradictions_are_refused(args: dict[str, Any], flag: str) -> None:
@@ -305,6 +309,7 @@ class TestOtherDecisions:
             ({"cpu_precision": "exact"}, "cuda", "--cpu-precision"),
             ({"gguf_dequantize": True}, "cpu", "--gguf-dequantize"),
             ({"cudagraph_capture_sizes": "1"}, "cpu", "--cudagraph-capture-sizes"),
+            ({"deterministic": True}, "cuda", "--deterministic"),
         ],
     )
     def test_flags_that_could_not_work_are_refused(self, args: dict[str, Any], kind: str, flag: str) -> None:

@@ -378,6 +378,11 @@ class EngineArgs:
                 raise UsageError(
                     f"--cudagraph-capture-sizes: {self.capture_sizes[-1]} is above --max-num-seqs {self.max_num_seqs}"
                 )
+            if self.speculation is not None and self.speculation.method not in METHODS_OF_TOKENS:
+                raise UsageError(
+                    f"--cudagraph-capture-sizes: nothing is captured with drafts of {self.speculation.method}",
+                    remedy=f"leave it out, or draft with one of {', '.join(METHODS_OF_TOKENS)}",
+                )
         if self.tensor_parallel_size > 1:
             self._check_shared()
 
@@ -439,6 +444,11 @@ class EngineArgs:
             raise UsageError(f"--cpu-precision: {self.cpu_precision} has no effect on {device.kind}")
         if device.kind != "cuda" and self.capture_sizes:
             raise UsageError(f"--cudagraph-capture-sizes: has no effect on {device.kind}, only with --device cuda")
+        if device.kind == "cuda" and self.deterministic:
+            raise UsageError(
+                "--deterministic: not on cuda, where products of one token and of several add in another order",
+                remedy="leave it out, or run with --device cpu",
+            )
         if self.gguf_dequantize and model.format != "gguf":
             raise UsageError(f"--gguf-dequantize: {model.name} is a {model.format} checkpoint, not a GGUF file")
         self._check_media(model)

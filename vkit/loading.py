@@ -126,7 +126,7 @@ class ResidentModel:
         if self._switch is not None:
             let_listen(model, self._switch)
         if drafting is not None and drafting.drafts_with_model:
-            self._drafter = drafting.build(model, config)
+            self._drafter = drafting.build(model, config, is_eager=config.enforce_eager)
         return model
 
     copies_states = Runner.copies_states
@@ -536,6 +536,8 @@ def check_model(args: EngineArgs, *, compiles_template: bool = True) -> CheckedM
     described = describe_model(checkpoint, args, device)
     embeds = getattr(model_class(checkpoint.architecture), "embeds", False)
     embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
+    if embedding is not None and args.capture_sizes:
+        raise UsageError(f"--cudagraph-capture-sizes: {checkpoint.name} makes embeddings, whose steps are not captured")
     media = _media_processor(checkpoint, args, device, tokenizer)
     facts = dataclasses.replace(described.facts, media_kinds=media.kinds if media is not None else ())
     device_facts = _share_of(_device_facts(device), args, launch)

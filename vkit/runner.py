@@ -107,7 +107,7 @@ class Runner:
 
         `worker` moves cache entries for a connector. `draft_specs`: what the drafter's own layers keep, which are
         numbered after the model's. `recorder` captures decoding steps, of `capture_sizes` rows or those of
-        `graphs.default_sizes`. `is_eager`: every step runs op by op, nothing is recorded.
+        `graphs.default_sizes`, unless there is a drafter. `is_eager`: every step runs op by op, nothing is recorded.
         """
         self.model = model
         self._worker = worker
@@ -136,7 +136,8 @@ class Runner:
         records = not needs_streams and not is_eager and model.ranks.size == 1
         self._step = kernels.wrap_step(device.type, self._run) if records else self._run
         self.graphs: DecodeGraphs | None = None
-        if recorder is not None and records:
+        # With a drafter nearly every step verifies drafts, and what it drafts from is the batch of a step run op by op.
+        if recorder is not None and records and drafter is None:
             sizes = capture_sizes or default_sizes(config.max_num_seqs)
             self._builder.reserve_decode_inputs(max(sizes))
             self.graphs = DecodeGraphs(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from vkit import LLM, AsyncLLM, EngineArgs, PromptOptions, SamplingParams
 from vkit.cli import main
-from vkit.errors import ExitStatus, InvalidRequest, ModelLoadError
+from vkit.errors import ExitStatus, InvalidRequest, ModelLoadError, UsageError
 from vkit.loading import load_model
 from vkit.pooling import embedding_form, shortened
 
@@ -42,6 +42,11 @@ def golden() -> dict[str, torch.Tensor]:
 def open_llm(model: Path, pooling: str, **keywords: Any) -> LLM:
     overrides = {"pooling_type": pooling}
     return LLM(str(model), threads=1, cpu_precision="exact", hf_overrides=overrides, block_size=16, **keywords)
+
+
+def test_sizes_to_capture_are_refused(model: Path) -> None:
+    with pytest.raises(UsageError, match="--cudagraph-capture-sizes: embedder makes embeddings"):
+        open_llm(model, "last", cudagraph_capture_sizes="1,2")
 
 
 def largest_error(found: list[float], expected: torch.Tensor) -> float:

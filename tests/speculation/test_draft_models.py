@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.recorder import CallRecorder
+from vkit import kernels, loading
 from vkit.errors import ModelLoadError, UsageError
 from vkit.kernels import embedding
 from vkit.llm import LLM
@@ -160,6 +162,41 @@ def test_sleep_and_wake_with_a_draft_model(checkpoint: Callable[..., Path]) -> N
         llm.sleep(2)
         llm.wake_up()
         assert llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)[0].outputs[0].token_ids == before
+
+
+def test_nothing_is_captured_beside_a_draft_model(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token after three steps of four: a step without drafts, which a capture would serve and leave no batch of."""
+    recorder = CallRecorder()
+    monkeypatch.setattr(loading, "recorder_for", lambda device: recorder)
+    path = checkpoint("llama")
+    golden = load_file(GOLDENS / "llama" / "golden.safetensors")
+    params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+    prompts = [{"prompt_token_ids": golden["input_ids"].tolist()}]
+    with llm_for(path, None) as llm:
+        assert llm.generate(prompts, params)[0].outputs[0].token_ids == golden["greedy"].tolist()[:14]
+    assert recorder.num_recorded > 0  # the stand-in is asked where nothing drafts
+    recorder.num_recorded = 0
+    with llm_for(path, {"model": str(path), "num_speculative_tokens": 3}) as llm:
+        assert llm.generate(prompts, params)[0].outputs[0].token_ids == golden["greedy"].tolist()[:14]
+    assert recorder.num_recorded == 0
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_enforce_eager_counts_for_a_draft_model_too(
+    is_eager: bool, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped: list[Any] = []
+
+    def wrap_step(device_type: str, step: Any) -> Any:
+        wrapped.append(step)
+        return step
+
+    monkeypatch.setattr(kernels, "wrap_step", wrap_step)
+    path = checkpoint("llama")
+    with llm_for(path, {"model": str(path), "num_speculative_tokens": 2}, enforce_eager=is_eager):
+        assert len(wrapped) == (0 if is_eager else 2)
 
 
 def test_refused_by_name(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

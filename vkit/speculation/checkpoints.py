@@ -56,8 +56,8 @@ class DraftPlan:
         """Whether anything runs beside the target."""
         return self.settings.method not in METHODS_OF_TOKENS
 
-    def build(self, target: CausalLM, config: ModelConfig) -> Drafter:
-        """The drafter, its weights in memory.
+    def build(self, target: CausalLM, config: ModelConfig, *, is_eager: bool = False) -> Drafter:
+        """The drafter, its weights in memory. `is_eager`: it records nothing.
 
         Raises:
             ModelLoadError: the weights cannot be read.
@@ -72,7 +72,11 @@ class DraftPlan:
         model = build_model(self.checkpoint, config)
         self._number_layers(model)
         return ModelDrafter(
-            model, self.num_drafts, is_probabilistic=self.settings.is_probabilistic, device=config.device
+            model,
+            self.num_drafts,
+            is_probabilistic=self.settings.is_probabilistic,
+            device=config.device,
+            is_eager=is_eager,
         )
 
     def _number_layers(self, model: CausalLM) -> None:

@@ -19,11 +19,14 @@ class ModelDrafter:
     needs_hidden = False
     tapped_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: CausalLM, num_drafts: int, *, is_probabilistic: bool, device: str) -> None:
+    def __init__(
+        self, model: CausalLM, num_drafts: int, *, is_probabilistic: bool, device: str, is_eager: bool
+    ) -> None:
+        """`is_eager`: nothing is recorded."""
         self._model = model
         self._num_drafts = num_drafts
         self._is_probabilistic = is_probabilistic
-        self._step = kernels.wrap_step(torch.device(device).type, self._run)
+        self._step = self._run if is_eager else kernels.wrap_step(torch.device(device).type, self._run)
 
     def draft(self, step: ObservedStep, builder: BatchBuilder) -> list[Drafts]:
         """Drafts for each item; keys and values are written for all its tokens that stand."""

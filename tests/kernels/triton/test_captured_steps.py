@@ -90,15 +90,15 @@ def test_lengths_on_the_host_are_bounds_in_a_captured_step(monkeypatch: pytest.M
     from vkit.kernels.triton import paged
 
     seen = []
-    cut = paged._Cut.of
+    cut = paged.Cut.of
 
     def watched(batch: Any, window: int | None, chunk: int, limit: int) -> Any:
         found = cut(batch, window, chunk, limit)
         seen.append(found.num_splits)
         return found
 
-    monkeypatch.setattr(paged._Cut, "of", staticmethod(watched))
-    monkeypatch.setattr(paged.paged_attention, "__kwdefaults__", {"chunk": 32})
+    monkeypatch.setattr(paged.Cut, "of", staticmethod(watched))
+    monkeypatch.setattr(paged.paged_attention, "__kwdefaults__", {"chunk": 32, "decode": None})
     prompts = [list(range(2, 40)), [9, 8]]
     with kernels.using_backend("cpu", "reference"):
         expected, _ = decoded("llama", prompts, 3, None)
