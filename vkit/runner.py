@@ -191,10 +191,15 @@ class Runner:
         return len(self.store.groups)
 
     def close(self) -> None:
-        """Let go of captured steps, which hold memory of the device."""
+        """Let go of captured steps, which hold memory of the device, and of what holds this runner in turn.
+
+        Cache and model then go with the last reference: in a program, which freezes what it started with
+        (`vkit.starting`), no walk of the cycle collector would ever find them.
+        """
         if self.graphs is not None:
             self.graphs.close()
             self.graphs = None
+        self._step = _closed
 
     def execute(self, step: PreparedStep) -> Tensor:
         """Logits (R, V) float32: `num_logits` rows of each scheduled sequence, in the plan's order.
@@ -277,6 +282,10 @@ class Runner:
         if self._observed is not None and self._observed[0] is batch:
             self._observed = batch, hidden, [tap for tap in (batch.taps or {}).values() if tap is not None]
         return self.model.compute_logits(kernels.embedding(batch.logits_rows, hidden))
+
+
+def _closed(batch: Batch) -> Tensor:
+    raise AssertionError("a runner that was closed runs no steps")
 
 
 def _chosen_adapters(plan: Plan, device: torch.device) -> ChosenAdapters:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,10 @@ class ModelDrafter:
         self, model: CausalLM, num_drafts: int, *, is_probabilistic: bool, device: str, is_eager: bool
     ) -> None:
         """`is_eager`: nothing is recorded."""
-        self._model = model
         self._num_drafts = num_drafts
         self._is_probabilistic = is_probabilistic
-        self._step = self._run if is_eager else kernels.wrap_step(torch.device(device).type, self._run)
+        run = partial(_logits_of, model)  # of the model and not of this drafter, which would hold itself
+        self._step = run if is_eager else kernels.wrap_step(torch.device(device).type, run)
 
     def draft(self, step: ObservedStep, builder: BatchBuilder) -> list[Drafts]:
         """Drafts for each item; keys and values are written for all its tokens that stand."""
@@ -51,6 +53,7 @@ class ModelDrafter:
             runs = [TokenRun(row.sequence, row.position + len(row.token_ids), row.token_ids[-1:], 1) for row in active]
         return finished_drafts(rows, len(step.items))
 
-    def _run(self, batch: Batch) -> Tensor:
-        hidden = self._model.forward(batch)
-        return self._model.compute_logits(kernels.embedding(batch.logits_rows, hidden))
+
+def _logits_of(model: CausalLM, batch: Batch) -> Tensor:
+    hidden = model.forward(batch)
+    return model.compute_logits(kernels.embedding(batch.logits_rows, hidden))
