@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -33,15 +33,24 @@ class LinearMethod(Protocol):
         """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
 
 
+class _Stored(Protocol):
+    """A weight (out_features, in_features), however it is stored."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+W = TypeVar("W", bound=_Stored)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseLinear:
-    """Multiplies by an ordinary tensor `weight` (out_features, in_features).
+class _OfOneWeight(Generic[W]):
+    """What methods with one weight say of it."""
 
-    A float16 or bfloat16 weight under activations of another type is widened a few rows at a time, so that it can stay
-    as small as the file has it.
-    """
-
-    weight: torch.Tensor
+    weight: W
 
     @property
     def in_features(self) -> int:
@@ -55,8 +64,17 @@ class DenseLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the weight occupies."""
+        """Bytes the weight occupies as stored."""
         return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLinear(_OfOneWeight[torch.Tensor]):
+    """Multiplies by an ordinary tensor `weight` (out_features, in_features).
+
+    A float16 or bfloat16 weight under activations of another type is widened a few rows at a time, so that it can stay
+    as small as the file has it.
+    """
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
@@ -64,10 +82,8 @@ class DenseLinear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GGUFLinear:
+class GGUFLinear(_OfOneWeight[QuantizedTensor]):
     """Multiplies by a packed weight without keeping a dense copy of it."""
-
-    weight: QuantizedTensor
 
     def __post_init__(self) -> None:
         if self.weight.ndim != 2 or self.weight.is_transposed:
@@ -75,21 +91,6 @@ class GGUFLinear:
                 f"GGUFLinear: weight {self.weight.shape}, is_transposed={self.weight.is_transposed}; "
                 "expected (out_features, in_features) with blocks along in_features"
             )
-
-    @property
-    def in_features(self) -> int:
-        """Columns of the weight."""
-        return self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """Rows of the weight."""
-        return self.weight.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes the packed weight occupies."""
-        return self.weight.nbytes
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
@@ -101,25 +102,8 @@ class GGUFLinear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ScaledLinear:
+class ScaledLinear(_OfOneWeight[ScaledMatrix]):
     """Multiplies by codes and scales, after rounding the activations as the checkpoint wants."""
-
-    weight: ScaledMatrix
-
-    @property
-    def in_features(self) -> int:
-        """Columns of the weight."""
-        return self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        """Rows of the weight."""
-        return self.weight.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.weight.nbytes
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., in_features), bias (out_features,) -> (..., out_features) in x.dtype."""
