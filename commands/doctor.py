@@ -104,10 +104,12 @@ def memory() -> dict[str, int]:
 
 def kernel_backends() -> dict[str, str]:
     """Backend -> "available", or the reason why it is not."""
+    from vkit.device import check_kernels
     from vkit.kernels import backends
 
     states = {"reference": "available"}
     for device_type in ("cpu", "cuda"):
+        check_kernels(device_type)
         for backend in backends(device_type):
             states[f"{backend.name} ({device_type})"] = backend.unavailable or "available"
     return states

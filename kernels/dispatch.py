@@ -137,8 +137,8 @@ def register_backend(backend: Backend) -> None:
 def backends(device_type: str) -> list[Backend]:
     """All registered backends of a device type, best first; the reference is not among them."""
     if device_type not in _builtin_loaded:
-        _builtin_loaded.add(device_type)
         names = [importlib.import_module(module).NAME for module in BUILTIN_BACKENDS[device_type]]
+        _builtin_loaded.add(device_type)  # not before: a module that refuses to load must refuse the next time too
         # One module may import another, which then registers first.
         _backends[device_type].sort(key=lambda item: names.index(item.name) if item.name in names else -1)
     return list(_backends[device_type])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from vkit import kernels
 from vkit.errors import UsageError
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -55,6 +56,18 @@ def find_device(asked: str) -> Device:
         built = "this torch build has no CUDA" if torch.version.cuda is None else "torch finds no usable card"
         raise UsageError(f"--device cuda: {built}", remedy="use --device cpu, or install a CUDA build of torch")
     return _cuda()
+
+
+def check_kernels(kind: str) -> None:
+    """Load the kernel backends of a kind of device.
+
+    Raises:
+        UsageError: a variable asks for kernels that do not exist, or that this machine cannot run.
+    """
+    try:
+        kernels.backends(kind)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def num_usable_threads() -> int:

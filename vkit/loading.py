@@ -32,7 +32,7 @@ from vkit.config import (
 )
 from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
-from vkit.device import Device, find_device, return_device_memory, return_freed_memory
+from vkit.device import Device, check_kernels, find_device, return_device_memory, return_freed_memory
 from vkit.distributed import ALONE, Ranks
 from vkit.engine import Engine, EngineSettings
 from vkit.errors import InvalidRequest, UsageError
@@ -519,6 +519,7 @@ def check_model(args: EngineArgs, *, compiles_template: bool = True) -> CheckedM
 
         raise SystemExit(follow_torchrun(args, launch))
     device = find_device(args.device)
+    check_kernels(device.kind)
     _check_num_devices(args, device, launch)
     checkpoint = _open_files(args)
     tokenizer = load_tokenizer(

@@ -20,6 +20,7 @@ from vkit.kernels.cpu.library import Library
 from vkit.kernels.cpu.sources import LEVEL_FLAGS
 from vkit.kernels.cpu.weights import PACKED_FORMATS
 
+GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
 PROGRAM = "from vkit.kernels.cpu.library import load_library; print(load_library().level)"
 
 
@@ -46,6 +47,16 @@ def test_unknown_level_is_refused(library: Library) -> None:
     done = run_python(VKIT_CPU_LEVEL="mmx")
     assert done.returncode
     assert "ValueError: VKIT_CPU_LEVEL=mmx: expected one of scalar, avx2, avx512vnni, amx" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["complete", "--prompt", "x", "--model", str(GOLDENS / "llama")]])
+def test_unknown_level_is_one_line_of_a_command(library: Library, command: list[str]) -> None:
+    environment = {**os.environ, "VKIT_CPU_LEVEL": "mmx"}
+    done = subprocess.run(
+        [sys.executable, "-m", "vkit", *command], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip().splitlines()[-1].startswith("vkit: error: VKIT_CPU_LEVEL=mmx: expected one of scalar")
+    assert done.returncode == 2
 
 
 def test_level_beyond_the_processor_is_refused(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

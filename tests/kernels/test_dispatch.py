@@ -24,6 +24,19 @@ def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch._forget_choices()
 
 
+def test_a_backend_that_refuses_to_load_refuses_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch in its place would be a surprise."""
+
+    def refuse(module: str) -> None:
+        raise ValueError(f"{module}: no such level")
+
+    monkeypatch.setattr(dispatch, "_builtin_loaded", set())
+    monkeypatch.setattr(dispatch.importlib, "import_module", refuse)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such level"):
+            kernels.backends("cpu")
+
+
 def only_scale(marker: float, dtype: torch.dtype = torch.float32) -> Any:
     def find(op: str, wanted: torch.dtype) -> Any:
         return (lambda x, factor: x * 0 + marker) if op == "scale" and wanted is dtype else None
