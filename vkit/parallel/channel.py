@@ -6,8 +6,10 @@ trusted. A connection that ends, or stays silent, means that the other process i
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
+import struct
 import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -17,6 +19,8 @@ BEAT_S = 5.0
 SILENCE_S = 90.0
 """Silence after which the other end counts as gone."""
 CONNECT_TIMEOUT_S = 300.0
+HANDSHAKE_S = 10
+"""How long a caller may keep others waiting before it has shown that it knows the secret."""
 _BEAT = b""
 
 
@@ -85,9 +89,11 @@ def accept(listener: socket.socket, key: bytes, timeout_s: float) -> tuple[int, 
         return None
     connection = _connection(made)
     try:
+        _wait_at_most(connection, HANDSHAKE_S)
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
         rank = int(connection.recv_bytes())
+        _wait_at_most(connection, 0)
     except (AuthenticationError, EOFError, OSError, ValueError):
         connection.close()
         return None
@@ -115,6 +121,12 @@ def _connection(made: socket.socket) -> Connection:
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return Connection(made.detach())
+
+
+def _wait_at_most(connection: Connection, seconds: int) -> None:
+    """Have receiving fail with an OSError after so long; 0: never."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def _family(host: str) -> socket.AddressFamily:
