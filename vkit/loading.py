@@ -44,7 +44,7 @@ from vkit.layers.streaming import FileReader
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint
 from vkit.loaders.mmproj import ProjectedCheckpoint
-from vkit.loaders.quantizing import quantized_as
+from vkit.loaders.quantizing import ExpandedCheckpoint, quantized_as
 from vkit.logits import BatchLogitsProcessor, BatchLogitsProcessorFactory
 from vkit.media import KINDS, MediaProcessor
 from vkit.media.conversation import with_placeholders
@@ -520,7 +520,8 @@ def check_model(args: EngineArgs, *, compiles_template: bool = True) -> CheckedM
         raise SystemExit(follow_torchrun(args, launch))
     device = find_device(args.device)
     _check_num_devices(args, device, launch)
-    checkpoint = _open_files(args)
+    machine = _device_facts(device)
+    checkpoint = _open_files(args, lambda found: resolve_dtype(args.dtype, _checkpoint_dtype(found), machine))
     tokenizer = load_tokenizer(
         Path(args.tokenizer) if args.tokenizer else checkpoint,
         tokenizer_config=Path(args.tokenizer_config) if args.tokenizer_config else None,
@@ -538,7 +539,7 @@ def check_model(args: EngineArgs, *, compiles_template: bool = True) -> CheckedM
     embedding = embedding_form(checkpoint, HFConfig(checkpoint.config).integer("hidden_size")) if embeds else None
     media = _media_processor(checkpoint, args, device, tokenizer)
     facts = dataclasses.replace(described.facts, media_kinds=media.kinds if media is not None else ())
-    device_facts = _share_of(_device_facts(device), args, launch)
+    device_facts = _share_of(machine, args, launch)
     config = args.resolve(facts, device_facts)
     if described.drafting is not None:
         if described.drafting.drafts_with_model and args.kv_transfer_config is not None:
@@ -592,8 +593,13 @@ class _FileSettings(Protocol):
     def no_mmap(self) -> bool:
         """Whether files are read instead of mapped."""
 
+    @property
+    def gguf_dequantize(self) -> bool:
+        """Whether GGUF blocks are expanded."""
 
-def _open_files(settings: _FileSettings) -> Checkpoint:
+
+def _open_files(settings: _FileSettings, dtype_of: Callable[[Checkpoint], str]) -> Checkpoint:
+    """`dtype_of`: the dtype that a checkpoint is computed in."""
     use_mmap = not settings.no_mmap
     checkpoint = quantized_as(open_checkpoint(Path(settings.model), use_mmap=use_mmap), settings.quantization)
     if settings.mmproj is not None:
@@ -603,6 +609,8 @@ def _open_files(settings: _FileSettings) -> Checkpoint:
         if unknown := sorted(overrides.keys() - checkpoint.config.keys()):
             logger.warning("--hf-overrides: the checkpoint's config has no %s; added as given", ", ".join(unknown))
         checkpoint.config.update(overrides)
+    if settings.gguf_dequantize and checkpoint.format == "gguf":
+        checkpoint = ExpandedCheckpoint(checkpoint, getattr(torch, dtype_of(checkpoint)))
     return checkpoint
 
 
@@ -618,7 +626,7 @@ def open_share(config: EngineConfig, ranks: Ranks) -> ResidentModel:
         ModelLoadError: files missing or damaged on this rank's host.
     """
     _configure(config)
-    return ResidentModel(_open_files(config), config, None, ranks=ranks)
+    return ResidentModel(_open_files(config, lambda _: config.dtype), config, None, ranks=ranks)
 
 
 def _check_num_devices(args: EngineArgs, device: Device, launch: Launch | None) -> None:
