@@ -245,8 +245,8 @@ def _writes() -> Iterator[Case]:
 
     for dtype in NARROW:
         for kv_heads, width, block_size in ((3, 20, 4), (5, 128, 16)):
-            sizes = (kv_heads, width, block_size)
-            yield Case("write_kv", f"{sizes} in {dtype}", _bind(_narrow_write_arguments, sizes, dtype))
+            own = (kv_heads, width, block_size)
+            yield Case("write_kv", f"{own} in {dtype}", _bind(_narrow_write_arguments, own, dtype))
 
 
 def _narrow_write_arguments(s: Source, sizes: tuple[int, int, int], dtype: torch.dtype) -> Arguments:

@@ -24,12 +24,17 @@ RULES = (
 def cases() -> Iterator[tuple[str, str, Callable[[Source], tuple[Any, ...]]]]:
     """Op, label and arguments of each."""
     for width, spread in ((1, 1.0), (7, 6.0), (640, 1.0), (5000, 0.01)):
-        yield "draw", f"{width} tokens, spread {spread}", lambda s, n=width, x=spread: draw_arguments(s, n, x)
+        yield "draw", f"{width} tokens, spread {spread}", bound(draw_arguments, width, spread)
     yield "draw", "equal logits", lambda s: _with(draw_arguments(s, 1000, 1.0), torch.zeros(17, 1000, device=s.device))
     yield "draw", "one possible token", _forced_rows
     for width in (1, 100, 5000):
-        yield "mask_tokens", f"{width} tokens", lambda s, n=width: _mask_arguments(s, n)
-        yield "penalise", f"{width} tokens", lambda s, n=width: _penalty_arguments(s, n)
+        yield "mask_tokens", f"{width} tokens", bound(_mask_arguments, width)
+        yield "penalise", f"{width} tokens", bound(_penalty_arguments, width)
+
+
+def bound(build: Callable[..., tuple[Any, ...]], *settings: Any) -> Callable[[Source], tuple[Any, ...]]:
+    """`build` with what follows the source given now."""
+    return lambda s: build(s, *settings)
 
 
 def logits_of(s: Source, num_rows: int, width: int, spread: float) -> Tensor:

@@ -227,7 +227,7 @@ def _sampling(s: Sizes, device: torch.device, batch: int) -> Iterator[Work]:
     ):
 
         def drawn(rule: tuple[float, int, float] = (min_p, top_k, top_p)) -> tuple[Any, ...]:
-            rules = DrawRules.of([0.8] * batch, *([value] * batch for value in rule), device=device)
+            rules = DrawRules.of([0.8] * batch, [rule[0]] * batch, [rule[1]] * batch, [rule[2]] * batch, device)
             return *rows(), rules, torch.arange(batch, device=device)
 
         yield Work("draw", f"{label}, {name}", drawn, row_bytes)

@@ -81,7 +81,8 @@ def _items(device: torch.device, s: LayerSizes, batch: int, length: int, label: 
     narrow = max(1, width // 2)
 
     def scan() -> tuple[Any, ...]:
-        constants = ScanConstants(*(normal(heads, dtype=float32) for _ in range(3)), 0.01)
+        rate, skip, bias = (normal(heads, dtype=float32) for _ in range(3))
+        constants = ScanConstants(rate, skip, bias, 0.01)
         state, steps = states(heads, width, narrow)
         b, c = normal(tokens, 1, width), normal(tokens, 1, width)
         return normal(tokens, heads, narrow), normal(tokens, heads), b, c, constants, state, steps

@@ -346,18 +346,16 @@ class Engine:
             return self._land() + [SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended()]
         self.is_stalled = False
         assert isinstance(self.sampler, Sampler), "what pools launches nothing ahead"
-        updates: list[SequenceUpdate] = []
         if not self.sampler.can_defer(plan):
-            updates = self._land()
+            self._report(self._land())  # by itself: one report has a sequence once
             self.scheduler.drop_finished(plan)
             self.scheduler.take_in_forced(plan)
-            return updates + (self._run(plan) if plan.scheduled else [])
+            return self._run(plan) if plan.scheduled else []
         logits = self._forward(plan)
         if logits is None:
             return []
         before, self._flight = self._flight, _Flight(plan, self.sampler.begin(logits, plan))
-        if before is not None:
-            updates = self._book(before)
+        updates = [] if before is None else self._book(before)
         return updates + [SequenceUpdate(sequence, []) for sequence in self.scheduler.take_ended()]
 
     def _land(self) -> list[SequenceUpdate]:
@@ -458,7 +456,7 @@ class Engine:
 
     def _make_room(self, plan: Plan, error: Exception) -> None:
         """After a step that ran out of memory: try once more with half of its sequences, then give its sequences up."""
-        self._pending_updates.extend(self._land())
+        self._report(self._land())
         ahead, self._next_plan = self._next_plan, None
         sequences = [item.sequence for item in plan.scheduled]
         self.scheduler.preempt_all(plan, ahead)

@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vkit.errors import UsageError
@@ -158,13 +158,15 @@ class SpeculativeSettings:
     @property
     def suffix(self) -> SuffixSettings:
         """What the `suffix_decoding_` keys say, with the defaults of those that are not given."""
-        given = {
-            "max_tree_depth": self.suffix_decoding_max_tree_depth,
-            "max_cached_requests": self.suffix_decoding_max_cached_requests,
-            "max_spec_factor": self.suffix_decoding_max_spec_factor,
-            "min_token_prob": self.suffix_decoding_min_token_prob,
-        }
-        return replace(SuffixSettings(), **{name: value for name, value in given.items() if value is not None})
+        default = SuffixSettings()
+        depth, count = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
+        factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        return SuffixSettings(
+            max_tree_depth=default.max_tree_depth if depth is None else depth,
+            max_cached_requests=default.max_cached_requests if count is None else count,
+            max_spec_factor=default.max_spec_factor if factor is None else factor,
+            min_token_prob=default.min_token_prob if prob is None else prob,
+        )
 
     @property
     def lookup_range(self) -> tuple[int, int]:

@@ -71,10 +71,13 @@ struct Places {
     const Chunk& c;
     bool is_regular;
     int block, slot;  // of the run, if regular
+    int next_block;   // of the run after it: asked for early, since loads of keys wait for it
 
+    VK_DEVICE void look_ahead(int start) {
+        if (is_regular && start < c.last) next_block = c.blocks[start / a.block_size];
+    }
     VK_DEVICE void at_run(int start) {
-        if (!is_regular || start >= c.last) return;
-        block = c.blocks[start / a.block_size], slot = start % a.block_size;
+        if (is_regular) block = next_block, slot = start % a.block_size;
     }
     // The offset of key `start` + i in a cache of these strides; false if it must not be read.
     VK_DEVICE bool find(int start, int i, int64_t block_step, int64_t slot_step, int64_t& offset) const {
@@ -127,7 +130,7 @@ __global__ void __launch_bounds__(32 * WARPS, N == 1 && W <= 128 ? 3 : 2) decode
 
     const T* const k_cache = static_cast<const T*>(a.k_cache) + kv_head * a.k_head;
     const T* const v_cache = static_cast<const T*>(a.v_cache) + kv_head * a.v_head;
-    Places places{a, c, a.block_size % KEYS == 0, 0, 0};
+    Places places{a, c, a.block_size % KEYS == 0, 0, 0, 0};
     uint4 k[2][PIECES];
     const auto load_keys = [&](int start) {
 #pragma unroll
@@ -165,7 +168,9 @@ __global__ void __launch_bounds__(32 * WARPS, N == 1 && W <= 128 ? 3 : 2) decode
     const float factor = a.soft_cap != 0.0f ? a.scale / a.soft_cap * 2.0f * LOG2E : a.scale * LOG2E;
 
     int start = c.first + warp * KEYS;
+    places.look_ahead(start);
     places.at_run(start);
+    places.look_ahead(start + WARPS * KEYS);
     if (IS_EARLY && start < c.last) load_keys(start);
     for (; start < c.last; start += WARPS * KEYS) {
         if (IS_EARLY) {
@@ -187,6 +192,7 @@ __global__ void __launch_bounds__(32 * WARPS, N == 1 && W <= 128 ? 3 : 2) decode
         const int next = start + WARPS * KEYS;
         if (!IS_EARLY) load_values(start);
         places.at_run(next);
+        places.look_ahead(next + WARPS * KEYS);
         if (IS_EARLY && next < c.last) load_keys(next);
 
         uint32_t weights[N][2];

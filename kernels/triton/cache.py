@@ -11,7 +11,7 @@ from vkit.kernels.triton import narrow
 from vkit.kernels.triton.common import Ahead, power_of_two, rounded
 from vkit.kernels.triton.narrow import fp8_codes, store_int8
 
-FORMATS = {
+FORMATS: dict[torch.dtype, int] = {
     torch.float8_e4m3fn: narrow.E4M3.value,
     torch.float8_e5m2: narrow.E5M2.value,
     torch.int8: narrow.INT8.value,
@@ -87,7 +87,7 @@ def write_kv_kernel(
 
 def format_of(dtype: torch.dtype) -> int:
     """How the kernels know a cache of this type."""
-    return FORMATS.get(dtype, narrow.PLAIN.value)
+    return FORMATS.get(dtype, int(narrow.PLAIN.value))
 
 
 def as_bytes(cache: Tensor) -> Tensor:

@@ -139,13 +139,16 @@ def _run_chunks(call: _Call) -> None:
     length = CHANNEL_CHUNK if constants["HAS_CHANNELS"] else CHUNK
     num_sequences = len(batch.host_cu_seqlens) - 1
     most = num_tokens // length + num_sequences
-    wide = {"dtype": torch.float32, "device": v.device}
+
+    def scratch(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=v.device)
+
     pieces = min(CHANNELS, constants["BLOCK_D"])
-    passing = torch.empty(most, num_heads, width, value_width, **wide)
+    passing = scratch(most, num_heads, width, value_width)
     solved_k = solved_v = written = passing
     if layer.is_delta:
-        solved_k = torch.empty(num_tokens, num_heads, width, **wide)
-        solved_v, written = (torch.empty(num_tokens, num_heads, value_width, **wide) for _ in range(2))
+        solved_k = scratch(num_tokens, num_heads, width)
+        solved_v, written = (scratch(num_tokens, num_heads, value_width) for _ in range(2))
         columns = _columns(value_width, SOLVE_COLUMNS)
         solve_kernel[(most, num_heads)](
             k, v, decay, write, solved_k, solved_v, batch.cu_seqlens, call.targets, num_sequences, num_heads,

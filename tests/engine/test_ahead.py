@@ -111,6 +111,22 @@ def test_what_depends_on_known_tokens_waits_for_them(changes: dict[str, Any]) ->
     engine.close()
 
 
+def test_a_sequence_that_ends_right_after_a_step_that_waited_keeps_its_last_token() -> None:
+    """Its token of the launched step and that of the step that waited for it come in one call of the engine."""
+    engine, _ = make()
+    plain = make_request(engine, [3, 4, 6], params(max_tokens=5), name="plain")
+    waiting = make_request(engine, [3, 4, 5], params(max_tokens=4, logit_bias={5: 1.0}), name="waiting")
+    for delay in range(6):
+        engine.add_request(plain)
+        outputs = [output for _ in range(delay) for output in engine.step()]
+        engine.add_request(waiting)
+        outputs += run(engine, after_step=lambda: check_pool(engine))
+        found = {output.request_id: output.outputs[0].token_ids for output in outputs}
+        assert found["plain"] == naive_loop(FULL, VOCAB, plain, seed=0, max_model_len=64)[0]
+        assert found["waiting"] == naive_loop(FULL, VOCAB, waiting, seed=0, max_model_len=64)[0]
+    engine.close()
+
+
 def test_seeded_draws_are_those_of_the_synchronous_engine() -> None:
     rules = [{"temperature": 0.9}, {"temperature": 1.3, "top_k": 5}, {"temperature": 0.7, "top_p": 0.8, "min_p": 0.05}]
     found = []

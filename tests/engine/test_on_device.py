@@ -60,11 +60,16 @@ def test_seeded_draws_do_not_depend_on_any_of_it(tmp_path: Path, recorders: list
         {"prompt_token_ids": list(text)} for text in (b"the quick brown", b"fox", b"jumps over the lazy dog", b"a")
     ]
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=12 - i, top_k=[0, 9][i % 2]) for i in range(4)]
+    with opened(tmp_path, "llama", enforce_eager=True) as llm:
+        text = llm.generate(prompts, params)[0].outputs[0].text
+    params[0] = params[0].with_(stop=[text[4:6]])  # found in the text a step after its token, or two
     found = []
     for settings in ({"enforce_eager": True}, {"async_scheduling": False}, {"async_scheduling": True}):
         with opened(tmp_path, "llama", **settings) as llm:
-            found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+            outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+            found.append([(output.token_ids, output.text, output.stop_reason) for output in outputs])
     assert found[0] == found[1] == found[2]
+    assert found[0][0][2] == text[4:6]
     assert len(recorders) == 2  # none for the engine that must run op by op
     assert all(recorder.num_replayed for recorder in recorders)
 

@@ -24,6 +24,7 @@ from vkit.layers.module import Module, Placement, TensorSlot
 from vkit.layers.norm import RMSNorm
 from vkit.layers.rotary import RotaryEmbedding
 from vkit.quantization import Weight
+from vkit.quantization.cutting import Span, index_of, num_in, take_rows, widened
 
 if TYPE_CHECKING:
     from vkit.batch import Batch
@@ -86,12 +87,11 @@ class LatentAttention(CacheOwner):
         shape = self._shape
         first, stop = ranks.split("attention heads", shape.num_heads)
         queries = self.q_proj if shape.q_rank is None else self.q_b_proj
-        queries.shard_outputs([(first * shape.query_dim, stop * shape.query_dim)])
+        queries.shard_outputs(widened([(first, stop)], shape.query_dim))
         self.kv_b_proj.shard(ranks)
 
-        def columns(rank: int) -> list[tuple[int, int]]:
-            first, stop = ranks.split("attention heads", shape.num_heads, rank)
-            return [(first * shape.value_dim, stop * shape.value_dim)]
+        def columns(rank: int) -> list[Span]:
+            return widened([ranks.split("attention heads", shape.num_heads, rank)], shape.value_dim)
 
         self.o_proj.shard_inputs(ranks, ranks.each(columns))
         self._shape = replace(shape, num_heads=stop - first)
@@ -135,13 +135,14 @@ class LatentMatrices(Module):
 
     def __init__(self, shape: LatentShape) -> None:
         self._shape = shape
-        self._heads = slice(None)
+        self._heads: Span | None = None
+        """The heads that this rank has; None: all."""
         self._keys: Tensor
         self._values: Tensor
 
     def shard(self, ranks: Ranks) -> None:
         """Some of the heads."""
-        self._heads = slice(*ranks.split("attention heads", self._shape.num_heads))
+        self._heads = ranks.split("attention heads", self._shape.num_heads)
 
     def slots(self) -> list[TensorSlot]:
         """weight."""
@@ -150,8 +151,12 @@ class LatentMatrices(Module):
 
     def set_tensors(self, tensors: Mapping[str, Weight], placement: Placement) -> None:
         """Take the weight, whose rows are per head the keys', then the values'."""
-        shape = self._shape
-        stacked = placement.vector(tensors["weight"]).unflatten(0, (shape.num_heads, -1))[self._heads]
+        shape, weight = self._shape, tensors["weight"]
+        num_heads = shape.num_heads
+        if self._heads is not None:
+            num_heads = num_in([self._heads])
+            weight = take_rows(weight, index_of(widened([self._heads], shape.nope_dim + shape.value_dim)))
+        stacked = placement.vector(weight).unflatten(0, (num_heads, -1))
         keys, self._values = stacked.split([shape.nope_dim, shape.value_dim], dim=1)
         self._keys = keys.transpose(1, 2)
 

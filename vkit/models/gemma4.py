@@ -46,6 +46,7 @@ from vkit.models.gemma4_vision import GemmaVisionTower, SoftTokens, UnifiedPixel
 from vkit.models.hf_config import HFConfig
 from vkit.models.media_context import MediaContext
 from vkit.quantization import Weight
+from vkit.quantization.cutting import Span, widened
 
 FULL = "full_attention"
 
@@ -112,9 +113,8 @@ class BorrowingAttention(Module):
     def shard(self, ranks: Ranks) -> None:
         """Some of the heads, over the keys that the earlier layer has here."""
 
-        def spans(rank: int) -> list[tuple[int, int]]:
-            first, stop = ranks.split("attention heads", self._num_heads, rank)
-            return [(first * self.q_norm.width, stop * self.q_norm.width)]
+        def spans(rank: int) -> list[Span]:
+            return widened([ranks.split("attention heads", self._num_heads, rank)], self.q_norm.width)
 
         self.q_proj.shard_outputs(spans(ranks.rank))
         self.o_proj.shard_inputs(ranks, ranks.each(spans))

@@ -141,21 +141,27 @@ def _last_words(error: Exception) -> Failed:
     return Failed(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
 
+def _on_signals(action: signal.Handlers) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, action)
+
+
 def follow_torchrun(args: EngineArgs, launch: Launch) -> ExitStatus:
     """The life of a process that torchrun started as another rank than 0; its own paths hold.
 
     Raises:
         ModelLoadError: rank 0 is not there.
     """
+    # While rank 0 is waited for, in one long call, no handler of this program's would run; dying is enough.
+    _on_signals(signal.SIG_DFL)
     try:
         store = torchrun_store()
         meeting = find_meeting(store)
         channel = call(meeting.host, meeting.port, bytes.fromhex(meeting.key), launch.rank)
     except (OSError, EOFError, RuntimeError) as error:
         raise ModelLoadError(f"--tensor-parallel-size: rank {launch.rank} cannot reach rank 0: {error}") from None
-    # torchrun signals all ranks, and rank 0 finishes what runs. Until here there was nothing to finish.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    _on_signals(signal.SIG_IGN)  # torchrun signals all ranks, and rank 0 finishes what runs
 
     def own_paths(config: EngineConfig) -> EngineConfig:
         return replace(config, model=args.model, mmproj=args.mmproj)

@@ -55,13 +55,13 @@ class SharedModel:
         """Call `on_failure`, from another thread, if a rank is lost."""
         self._team.watch_with(on_failure)
 
-    def prepare(self, plan: Plan, sampled: SampledTokens | None = None) -> _SharedStep:
-        """Host work of a step, the message to the others included. Tokens are known: nothing is launched ahead here.
+    def prepare(self, plan: Plan, sampled: SampledTokens | None = None, /) -> _SharedStep:
+        """Host work of a step, the message to the others included. Its tokens are known: nothing is launched ahead.
 
         Raises:
             EngineDeadError: it failed.
         """
-        assert sampled is None, "each rank would have to sample by itself"
+        assert sampled is None, "the others are told tokens, which must be known"
         try:
             return _SharedStep(self._own.prepare(plan), self._writer.write(plan))
         except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vkit.errors import ModelLoadError
@@ -53,7 +53,7 @@ def _added_tokens(data: GGUFVocabulary) -> list[Content]:
     ]
 
 
-def _model(data: GGUFVocabulary, merges: list[str], **settings: Any) -> Content:
+def _model(data: GGUFVocabulary, merges: Sequence[str], **settings: Any) -> Content:
     # Added tokens are in the vocabulary as well: only so do they keep ids in the middle of it.
     vocab = {token: i for i, token in enumerate(data.tokens)}
     defaults = {
@@ -66,7 +66,7 @@ def _model(data: GGUFVocabulary, merges: list[str], **settings: Any) -> Content:
         "byte_fallback": False,
         "ignore_merges": False,
     }
-    return {**defaults, **settings, "vocab": vocab, "merges": merges}
+    return {**defaults, **settings, "vocab": vocab, "merges": list(merges)}
 
 
 def _byte_level(data: GGUFVocabulary) -> Content:

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from vkit.kernels import cases
+from vkit.kernels.build import build_library
 from vkit.kernels.cases import DTYPES, Case, judge
 from vkit.kernels.compiler import find_compiler
+from vkit.kernels.cuda import sources
 from vkit.kernels.cuda.cases import OWN_CASES
 from vkit.kernels.reference import OPS as REFERENCE
 
@@ -74,18 +76,13 @@ def test_results_do_not_depend_on_the_order_of_threads_and_blocks(order: str, mo
 BOUNDS = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
+from pathlib import Path
 import torch
-from vkit.kernels.build import build_library
-from vkit.kernels.cuda import library, packed, sources
+from vkit.kernels.cuda import library
 from vkit.kernels import cases
 from vkit.kernels.cuda.cases import OWN_CASES
 from vkit.kernels.cuda.ops import OPS
-host, is_wrong = sys.argv[1], sys.argv[2] == "wrong"
-flags = ("-std=c++17", "-O1", "-fPIC", "-DVK_HOST", "-xc++", f"-I{host}", "-Wno-unknown-pragmas", "-fsanitize=address")
-headers = [*sources.headers(), f"{host}/host_shim.h"]
-built = library.Library(build_library(
-    "cuda-host-bounds", sources.units(), [type(sources.FOLDER)(h) for h in headers], flags,
-    link_flags=("-fsanitize=address",)))
+built, is_wrong = library.Library(Path(sys.argv[1])), sys.argv[2] == "wrong"
 library.load_library = lambda: built
 if is_wrong:
     start = built.start
@@ -103,18 +100,27 @@ print("all within bounds")
 """
 
 
+@pytest.fixture(scope="module")
+def guarded_library() -> Path:
+    """The kernels with every access checked by the address sanitizer."""
+    host = Path(__file__).parent / "host"
+    flags = ("-std=c++17", "-O1", "-fPIC", "-DVK_HOST", "-xc++", f"-I{host}", "-Wno-unknown-pragmas")
+    headers = [*sources.headers(), *host.glob("*.h")]
+    guard = "-fsanitize=address"
+    return build_library("cuda-host-bounds", sources.units(), headers, (*flags, guard), link_flags=(guard,))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler to run the kernels on the processor with")
 @pytest.mark.parametrize("manner", ["right", "wrong"])
-def test_nothing_beyond_the_arrays_is_touched(manner: str) -> None:
+def test_nothing_beyond_the_arrays_is_touched(manner: str, guarded_library: Path) -> None:
     """The kernels under the address sanitizer; with one block too many it must object."""
-    host = Path(__file__).parent / "host"
     preloaded = subprocess.run([str(find_compiler()), "-print-file-name=libasan.so"], capture_output=True, text=True)
     library = preloaded.stdout.strip()
     if not Path(library).is_absolute():
         pytest.skip("this compiler has no address sanitizer")
     environment = {**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", BOUNDS, str(host), manner]
+    command = [sys.executable, "-c", BOUNDS, str(guarded_library), manner]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     if manner == "right":
         assert done.stdout == "all within bounds\n", done.stderr[-3000:]

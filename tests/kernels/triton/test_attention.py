@@ -145,3 +145,17 @@ def test_runs_of_tokens_see_themselves(lengths: tuple[int, ...], width: int) -> 
         dim=1,
     ).transpose(0, 1)
     torch.testing.assert_close(segment_attention(q, k, v, lengths, 0.3), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_a_padding_row_of_latent_attention_gives_zeros(chunk: int) -> None:
+    from vkit.kernels.triton.paged import paged_attention
+
+    source = Source(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(3))
+    q, cache, values, batch, *settings = latent_arguments(source, ((1, 40), (1, 7)), 5, 24, 8)
+    batch.seq_lens[1] = 0
+    batch.block_table[batch.host_rows[1]] = 10**6
+    out = paged_attention(q, cache, values, batch, *settings, chunk=chunk)
+    assert not out[1].any()
+    assert out[0].isfinite().all()
+    assert out[0].any()

@@ -65,8 +65,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool = False) -> Tensor:
     """Softmax attention; q, k, v (H, T, D) -> (T, H · D). Blockwise: no T x T matrix exists."""
     if not is_causal:
-        rows = (x.transpose(0, 1) for x in (q, k, v))
-        return kernels.segment_attention(*rows, [q.shape[1]], scale).flatten(1)
+        queries, keys, values = (x.transpose(0, 1) for x in (q, k, v))
+        return kernels.segment_attention(queries, keys, values, [q.shape[1]], scale).flatten(1)
     out = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=is_causal, scale=scale)[0]
     return out.transpose(0, 1).reshape(out.shape[1], -1)
 
