@@ -12,6 +12,9 @@
 #include "simd.h"
 #include "vk.h"
 
+// Nameless: functions of a class are inline, and the linker would keep one level's for all.
+namespace {
+
 // ---------------------------------------------------------------------------------------------- packing, 32-bit words
 
 VK_INLINE uint32_t vk_u32(const uint8_t* p) { uint32_t v; memcpy(&v, p, 4); return v; }
@@ -492,6 +495,8 @@ using W8_32 = W8<32>;
 using W8_128 = W8<128>;
 using F8_32 = F8<32>;
 using F8_128 = F8<128>;
+
+}  // namespace
 
 #define VK_FOR_EACH_CODED(X) X(W4_32) X(W4_128) X(W8_32) X(W8_128)
 #define VK_FOR_EACH_FLOAT(X) X(F8_32) X(F8_128) X(NF4_64) X(FP4_64)

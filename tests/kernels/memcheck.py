@@ -68,13 +68,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tool", choices=sorted(FLAGS))
     parser.add_argument("-k", dest="expression", default="", help="as pytest's; a further condition")
-    parser.add_argument("files", nargs="*", type=Path, help="default: every test_cpu_*.py")
+    parser.add_argument("files", nargs="*", type=Path, help="default: every test_cpu_*.py, and test_draw.py")
     options = parser.parse_args()
     for program in ("g++", *(["valgrind"] if options.tool == "valgrind" else [])):
         if shutil.which(program) is None:
             parser.error(f"{program} is not installed")
     condition = " and ".join(f"({part})" for part in (CONDITIONS[options.tool], options.expression) if part)
-    files = [str(path.resolve()) for path in options.files or sorted(FOLDER.glob("test_cpu_*.py"))]
+    files = [
+        str(path.resolve())
+        for path in options.files or [*sorted(FOLDER.glob("test_cpu_*.py")), FOLDER / "test_draw.py"]
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         done = tested(options.tool, Path(scratch), [*files, *(["-k", condition] if condition else [])])
         log = Path(scratch) / "log"

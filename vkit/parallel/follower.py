@@ -182,7 +182,10 @@ def follow_torchrun(args: EngineArgs, launch: Launch) -> ExitStatus:
 
 def main() -> ExitStatus:
     """The life of a process that rank 0 started."""
-    job = json.load(sys.stdin)
+    try:
+        job = json.load(sys.stdin)
+    except ValueError:
+        return ExitStatus.FAILURE  # rank 0 ended before it could say anything
     rank, size = job.pop("rank"), job.pop("size")
     meeting = Meeting(**job)
     assert meeting.store_port is not None, "followers of one host meet in rank 0's own store"

@@ -140,6 +140,11 @@ def start_follower(rank: int, size: int, meeting: Meeting) -> subprocess.Popen[b
         process_group=0,
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps({"rank": rank, "size": size, **asdict(meeting)}).encode())
-    process.stdin.close()
+    try:
+        process.stdin.write(json.dumps({"rank": rank, "size": size, **asdict(meeting)}).encode())
+        process.stdin.close()
+    except BaseException:  # an interrupt included: nobody else knows of the process yet
+        process.kill()
+        process.wait()
+        raise
     return process
