@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from vkit.config import DeviceFacts, EngineArgs, ModelFacts
+from vkit.description import describe_model
 from vkit.device import find_device
-from vkit.loading import describe_model
 from vkit.models.base import ModelCheckpoint
 
 GIB = 2**30
