@@ -24,6 +24,8 @@ RANKS: dict[str, int] = {
     # A module imports only what has its own rank or a lower one. See docs/architecture.md.
     "vkit.errors": 0,
     "vkit.config": 1,
+    "vkit.facts": 1,
+    "vkit.pool_size": 1,
     "vkit.env": 1,
     "vkit.kv_transfer": 1,
     "vkit.media": 1,
@@ -99,6 +101,8 @@ TORCH_FREE = [
     "vkit.types",
     "vkit.starting",
     "vkit.config",
+    "vkit.facts",
+    "vkit.pool_size",
     "vkit.env",
     "vkit.discovery",
     "vkit.command",

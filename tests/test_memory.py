@@ -13,10 +13,12 @@ import torch
 
 from tests.recorder import CallRecorder
 from vkit import LLM, SamplingParams, loading, memory
-from vkit.config import DeviceFacts, EngineArgs, ModelFacts, size_pool
+from vkit.config import EngineArgs
 from vkit.device import Device
 from vkit.errors import OutOfMemoryPreflight
+from vkit.facts import DeviceFacts, ModelFacts
 from vkit.memory import SLACK_BYTES, MemoryProfile, exercise_sampler, largest_plan, profile_memory
+from vkit.pool_size import size_pool
 
 GOLDENS = Path(__file__).resolve().parents[2] / "shared" / "goldens" / "models"
 MIB = 1 << 20

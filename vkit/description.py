@@ -12,17 +12,11 @@ from typing import Any, Protocol
 import torch
 
 from vkit.cache.groups import LayerCacheSpec, group_layers
-from vkit.config import (
-    CacheGroupFacts,
-    DeviceFacts,
-    EngineArgs,
-    ModelFacts,
-    resolve_dtype,
-    resolve_kv_cache_dtype,
-)
+from vkit.config import EngineArgs, resolve_dtype, resolve_kv_cache_dtype
 from vkit.device import Device
 from vkit.distributed import Ranks
 from vkit.errors import UsageError
+from vkit.facts import CacheGroupFacts, DeviceFacts, ModelFacts
 from vkit.layers import Experts
 from vkit.loaders import open_checkpoint
 from vkit.loaders.checkpoint import Checkpoint

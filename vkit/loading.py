@@ -16,11 +16,7 @@ from typing import Any
 from vkit.adapters import AdapterRegistry, open_adapters
 from vkit.cache.connector import ConnectorContext, KVConnector, WorkerSide
 from vkit.cache.groups import CacheGroup, LayerCacheSpec, group_layers
-from vkit.config import (
-    EngineArgs,
-    EngineConfig,
-    resolve_dtype,
-)
+from vkit.config import EngineArgs, EngineConfig, resolve_dtype
 from vkit.connectors import cache_identity, check_connector_name, make_connector
 from vkit.connectors.identity import SHARED_HASH_SEED
 from vkit.description import (

@@ -11,9 +11,7 @@ from torch import Tensor
 from vkit import kernels
 from vkit.adapters import let_listen
 from vkit.cache.connector import TransferReport, WorkerSide
-from vkit.config import (
-    EngineConfig,
-)
+from vkit.config import EngineConfig
 from vkit.description import offload_plan_of, open_files
 from vkit.device import return_device_memory
 from vkit.distributed import ALONE, Ranks

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.recorder import CallRecorder
 from vkit import LLM, SamplingParams, loading
-from vkit.config import ModelFacts
+from vkit.facts import ModelFacts
 
 GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
 
