@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from vkit.config import CacheGroupFacts, DeviceFacts, EngineArgs, ModelFacts
+from vkit.config import EngineArgs
 from vkit.errors import ExitStatus, OutOfMemoryPreflight, UsageError
+from vkit.facts import CacheGroupFacts, DeviceFacts, ModelFacts
 
 GIB = 2**30
 

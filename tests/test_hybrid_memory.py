@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from vkit.config import DeviceFacts, EngineArgs, ModelFacts
+from vkit.config import EngineArgs
+from vkit.description import describe_model
 from vkit.device import find_device
-from vkit.loading import describe_model
+from vkit.facts import DeviceFacts, ModelFacts
 from vkit.models.base import ModelCheckpoint
 
 GIB = 2**30

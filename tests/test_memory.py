@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from tests.recorder import CallRecorder
-from vkit import LLM, SamplingParams, loading, memory
-from vkit.config import DeviceFacts, EngineArgs, ModelFacts, size_pool
+from vkit import LLM, SamplingParams, loading, memory, resident
+from vkit.config import EngineArgs
 from vkit.device import Device
 from vkit.errors import OutOfMemoryPreflight
+from vkit.facts import DeviceFacts, ModelFacts
 from vkit.memory import SLACK_BYTES, MemoryProfile, exercise_sampler, largest_plan, profile_memory
+from vkit.pool_size import size_pool
 
 GOLDENS = Path(__file__).resolve().parents[2] / "shared" / "goldens" / "models"
 MIB = 1 << 20
@@ -64,8 +66,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> InventedCard:
     card = InventedCard()
     device = Device("cpu", "invented", card.total, card.total - card.others, 1, frozenset({"float32"}))
     monkeypatch.setattr(loading, "find_device", lambda asked: device)
-    monkeypatch.setattr(loading, "meter_for", lambda device: card)
-    monkeypatch.setattr(loading, "recorder_for", lambda device: card.recorder)
+    monkeypatch.setattr(resident, "meter_for", lambda device: card)
+    monkeypatch.setattr(resident, "recorder_for", lambda device: card.recorder)
     run = memory.exercise_sampler
 
     def watched(logits: torch.Tensor) -> None:
@@ -88,13 +90,13 @@ def test_the_cache_fills_what_the_measurements_leave(
 ) -> None:
     # A cache of gigabytes is not made here: what would be made is looked at, and a small one is.
     asked: list[int] = []
-    make = loading.ResidentModel._make_runner
+    make = resident.ResidentModel._make_runner
 
     def small(self: Any, num_blocks: int, worker: Any) -> Any:
         asked.append(num_blocks)
         return make(self, min(num_blocks, 20), worker)
 
-    monkeypatch.setattr(loading.ResidentModel, "_make_runner", small)
+    monkeypatch.setattr(resident.ResidentModel, "_make_runner", small)
     with opened(tmp_path, gpu_memory_utilization=0.75) as llm:
         settings = llm._loaded.settings
         (output,) = llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=3))

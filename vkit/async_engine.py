@@ -13,11 +13,12 @@ from vkit.engine import Engine, PauseMode
 from vkit.engine_thread import EngineThread, close_with
 from vkit.errors import EngineDeadError, InvalidRequest, MissingExtra, RequestFailed
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, Prompt, PromptOptions
-from vkit.loading import LoadedModel, ProgressCallback, load_model
+from vkit.loading import LoadedModel, load_model
 from vkit.media import MediaLimits, MediaProcessor, PlacedPrompt
 from vkit.metrics import EngineStats, MetricFamily
 from vkit.outputs import merge_outputs
 from vkit.pooling import EmbeddingForm
+from vkit.resident import ProgressCallback
 from vkit.text.template import ChatTemplate
 from vkit.text.tokenizer import Tokenizer
 from vkit.types import OutputKind, RequestOutput, SamplingParams, StructuredOutputs

@@ -8,11 +8,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from vkit.config import EngineArgs, ModelFacts, resolve_token_budget
+from vkit.config import EngineArgs, resolve_token_budget
+from vkit.description import describe_model
 from vkit.device import find_device
 from vkit.errors import ModelLoadError, UsageError
+from vkit.facts import ModelFacts
 from vkit.loaders import Checkpoint, TensorInfo, open_checkpoint
-from vkit.loading import describe_model
 from vkit.models import check_tensors, create_model
 from vkit.models.hf_config import HFConfig
 from vkit.text.tokenizer import load_tokenizer

@@ -18,11 +18,12 @@ from vkit.config import EngineArgs
 from vkit.engine_thread import EngineThread, close_with
 from vkit.errors import EngineDeadError, InvalidRequest, RequestFailed, UsageError
 from vkit.inputs import DEFAULT_PROMPT_OPTIONS, EngineRequest, Prompt, PromptOptions, checked_token_ids
-from vkit.loading import LoadedModel, ProgressCallback, check_model, load_model
+from vkit.loading import LoadedModel, check_model, load_model
 from vkit.media import KINDS, Media, MediaKind
 from vkit.media.conversation import split_media
 from vkit.metrics import MetricFamily
 from vkit.pooling import shortened
+from vkit.resident import ProgressCallback
 from vkit.scoring import LabelScores, continuation_logprob, label_scores
 from vkit.text.tokenizer import Tokenizer
 from vkit.types import FinishReason, OutputKind, RequestOutput, SamplingParams

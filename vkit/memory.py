@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from vkit import kernels
-from vkit.config import DeviceFacts, EngineArgs, EngineConfig, ModelFacts, size_pool
+from vkit.config import EngineArgs, EngineConfig
+from vkit.facts import DeviceFacts, ModelFacts
 from vkit.graphs import DecodeGraphs
+from vkit.pool_size import size_pool
 from vkit.sequence import Plan, ScheduledSequence, Sequence, SequenceStatus
 from vkit.types import SamplingParams
 

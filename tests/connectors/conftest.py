@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
 
 from vkit import LLM, RequestOutput, SamplingParams
@@ -49,11 +50,16 @@ class Tiny(LLM):
         }
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Digests of weights go where the tests' files go."""
+    """Digests of weights go where the tests' files go; kernels that are built already are not built again."""
+    built = platformdirs.user_cache_path("vkit") / "kernels"
+    built.mkdir(parents=True, exist_ok=True)
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "vkit").mkdir()
+    (folder / "vkit" / "kernels").symlink_to(built)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
         yield
 
 

@@ -334,8 +334,11 @@ def test_recurrent_models_are_refused(open_tiny: Callable[..., Any], tmp_path: P
         open_tiny("FileConnector", model="kimi_linear", root_dir=str(tmp_path))
 
 
-def test_drafts_beside_a_connector(open_tiny: Callable[..., Any], tmp_path: Path, plain_tokens: list[int]) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+@pytest.mark.parametrize("drafts", [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "suffix"}])
+def test_drafts_beside_a_connector(
+    open_tiny: Callable[..., Any], tmp_path: Path, plain_tokens: list[int], drafts: dict[str, Any]
+) -> None:
+    drafts = {**drafts, "num_speculative_tokens": 3}
     first = open_tiny("FileConnector", root_dir=str(tmp_path), speculative_config=drafts)
     assert first.tokens() == plain_tokens
     first.settle()

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.recorder import CallRecorder
-from vkit import LLM, SamplingParams, loading
-from vkit.config import ModelFacts
+from vkit import LLM, SamplingParams, loading, resident
+from vkit.facts import ModelFacts
 
 GOLDENS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
 
@@ -27,7 +27,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[CallRecorder]:
         made.append(CallRecorder())
         return made[-1]
 
-    monkeypatch.setattr(loading, "recorder_for", recorder_for)
+    monkeypatch.setattr(resident, "recorder_for", recorder_for)
     monkeypatch.setattr(loading, "keeps_tokens_on_device", lambda config: config.async_scheduling)
     monkeypatch.setattr(ModelFacts, "block_size_for", lambda facts, asked: asked)
     return made

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from vkit.config import ModelFacts
+from vkit.facts import ModelFacts
 from vkit.llm import LLM
 from vkit.types import SamplingParams
 

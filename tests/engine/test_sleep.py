@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.recorder import CallRecorder
-from vkit import loading
+from vkit import resident
 from vkit.llm import LLM
 from vkit.starting import starting
 from vkit.types import SamplingParams
@@ -36,7 +36,7 @@ def tokens(llm: LLM) -> list[int]:
 def test_what_was_loaded_at_the_start_is_freed(kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = CallRecorder()
     if kind == "captured":
-        monkeypatch.setattr(loading, "recorder_for", lambda device: recorder)
+        monkeypatch.setattr(resident, "recorder_for", lambda device: recorder)
     settings: dict[str, dict[str, Any]] = {
         "eager": {"enforce_eager": True},
         "adapters": {"enable_lora": True},
@@ -49,8 +49,8 @@ def test_what_was_loaded_at_the_start_is_freed(kind: str, checkpoint: Path, monk
         with llm:
             before = tokens(llm)
             assert (recorder.num_replayed > 0) == (kind == "captured")
-            resident: Any = llm._loaded.engine.runner
-            held = [resident._model.model, resident._runner.store, resident._drafter]
+            model: Any = llm._loaded.engine.runner
+            held = [model._model.model, model._runner.store, model._drafter]
             kept = [weakref.ref(part) for part in held if part is not None]
             assert len(kept) == 2 + (kind == "drafts")
             del held

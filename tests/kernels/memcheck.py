@@ -44,8 +44,14 @@ def tested(tool: str, scratch: Path, arguments: list[str]) -> subprocess.Complet
     # Built without the checker, which would watch the compiler too.
     subprocess.run([sys.executable, "-c", BUILD], env=environment, cwd=ROOT, check=True)
     if tool == "asan":
-        runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-        environment |= {"LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+        # The standard library too: without it the checker ends the process when torch throws.
+        runtimes = [
+            subprocess.run(
+                ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for name in ("libasan.so", "libstdc++.so")
+        ]
+        environment |= {"LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0"}
         return subprocess.run(pytest, env=environment, cwd=ROOT, check=False)
     watch = ["valgrind", "--quiet", "--error-limit=no", "--num-callers=12", "--fair-sched=yes"]
     return subprocess.run([*watch, f"--log-file={scratch / 'log'}", *pytest], env=environment, cwd=ROOT, check=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,19 @@ def test_level_beyond_the_processor_is_refused(library: Library, monkeypatch: py
     monkeypatch.setitem(LEVEL_FLAGS, "imaginary", ())
     with pytest.raises(ValueError, match="this processor runs scalar"):
         library.use_level("imaginary")
+
+
+def test_levels_share_no_function(library: Library) -> None:
+    """The linker keeps one of several equal inline functions: a lower level would run a higher one's instructions."""
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("no nm")
+    listing = subprocess.run([nm, "-C", "--defined-only", library.path], check=True, capture_output=True, text=True)
+    symbols = [line.split(maxsplit=2) for line in listing.stdout.splitlines()]
+    names = [name for _, kind, name in symbols if kind in "tTwW"]
+    assert any("(anonymous namespace)::Q6_K::" in name for name in names)
+    shared = [name for name in names if "::" in name and "(anonymous namespace)" not in name]
+    assert not [name for name in shared if "std::" not in name]
 
 
 def test_a_library_is_built_once(unit: Unit, monkeypatch: pytest.MonkeyPatch) -> None:

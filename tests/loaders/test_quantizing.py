@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from vkit import LLM, SamplingParams
 from vkit.errors import UsageError
 from vkit.kernels import ScaledMatrix
 from vkit.loaders import open_checkpoint
-from vkit.loaders.quantizing import quantized_as, to_fp8
+from vkit.loaders.quantizing import ExpandedCheckpoint, quantized_as, to_fp8
 
 MODELS = Path(__file__).resolve().parents[3] / "shared" / "goldens" / "models"
 
@@ -93,3 +94,42 @@ def test_answers_stay_near(name: str) -> None:
     assert first.logprobs is not None
     found = first.logprobs[0][0].logprob
     assert abs(found - float(expected[first.token_ids[0]])) < 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gguf_blocks_are_expanded(dtype: torch.dtype) -> None:
+    """Against the numbers of the gguf package."""
+    path = MODELS / "llama" / "model-q8_0.gguf"
+    packed, expanded = open_checkpoint(path), ExpandedCheckpoint(open_checkpoint(path), dtype)
+    assert expanded.quantization is None
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    values = gguf.quants.dequantize(stored["blk.0.ffn_up.weight"].data, gguf.GGMLQuantizationType.Q8_0)
+    found = expanded.load("model.layers.0.mlp.up_proj.weight")
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, torch.from_numpy(values).to(dtype))
+    names = [name for name in packed.tensor_names() if packed.tensor_info(name).is_packed]
+    assert names
+    for name in names:
+        weight, info = expanded.load(name), expanded.tensor_info(name)
+        assert isinstance(weight, torch.Tensor)
+        assert (weight.dtype, tuple(weight.shape), weight.nbytes) == (info.dtype, info.shape, info.nbytes)
+    plain = packed.tensor_names() - set(names)
+    assert all(expanded.tensor_info(name) == packed.tensor_info(name) for name in plain)
+    expanded.close()
+
+
+def test_a_model_runs_with_expanded_blocks() -> None:
+    """The packed model's exact products, in the dtype that was asked for, at the size that was promised."""
+    settings = {"tokenizer": str(MODELS / "byte_tokenizer"), "num_blocks": 20, "max_model_len": 64, "threads": 1}
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True, detokenize=False)
+    results = []
+    for extra in ({"cpu_precision": "exact"}, {"gguf_dequantize": True}):
+        with LLM(str(MODELS / "llama" / "model-q8_0.gguf"), dtype="float32", **settings, **extra) as model:
+            (output,) = model.generate([{"prompt_token_ids": [5, 6, 7, 8]}], params)
+            completion = output.outputs[0]
+            assert completion.logprobs is not None
+            results.append((completion.token_ids, [entry[0].logprob for entry in completion.logprobs]))
+    assert results[0][0] == results[1][0]
+    assert results[1][1] == pytest.approx(results[0][1], abs=1e-4)
+    with pytest.raises(UsageError, match="--gguf-dequantize: llama is a safetensors checkpoint"):
+        LLM(str(MODELS / "llama"), gguf_dequantize=True, **settings)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.recorder import CallRecorder
-from vkit import kernels, loading
+from vkit import kernels, resident
 from vkit.errors import ModelLoadError, UsageError
 from vkit.kernels import embedding
 from vkit.llm import LLM
@@ -169,7 +169,7 @@ def test_nothing_is_captured_beside_a_draft_model(
 ) -> None:
     """One token after three steps of four: a step without drafts, which a capture would serve and leave no batch of."""
     recorder = CallRecorder()
-    monkeypatch.setattr(loading, "recorder_for", lambda device: recorder)
+    monkeypatch.setattr(resident, "recorder_for", lambda device: recorder)
     path = checkpoint("llama")
     golden = load_file(GOLDENS / "llama" / "golden.safetensors")
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)

@@ -1,6 +1,10 @@
-"""The scheme a person asks for against the one a checkpoint has; plain checkpoints made eight-bit as they are read."""
+"""Weights in another form than the files have: plain ones in eight bits, GGUF blocks expanded, as they are read."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -35,7 +39,56 @@ def quantized_as(checkpoint: Checkpoint, asked: str | None) -> Checkpoint:
     raise UsageError(f"--quantization: {asked} was asked for, but {checkpoint.name} is {stored}", remedy=able)
 
 
-class Fp8Checkpoint(Checkpoint):
+class _Changed(Checkpoint):
+    """A checkpoint whose weights `load` returns in another form."""
+
+    def __init__(self, stored: Checkpoint, quantization: str | None) -> None:
+        """Takes over `stored`, and closes it."""
+        self._stored = stored
+        self.path, self.name, self.format = stored.path, stored.name, stored.format
+        self.weight_files = stored.weight_files
+        self.config, self.generation_config = stored.config, stored.generation_config
+        self.gguf_metadata, self.quantization = stored.gguf_metadata, quantization
+
+    def tensor_names(self) -> set[str]:
+        """All tensors of the files."""
+        return self._stored.tensor_names()
+
+    def preprocessor_config(self, kind: Literal["image", "video"]) -> Mapping[str, Any]:
+        """How media are to be prepared."""
+        return self._stored.preprocessor_config(kind)
+
+    def release_pages(self) -> None:
+        """Let the operating system take back the memory of everything mapped so far."""
+        self._stored.release_pages()
+
+    def close(self) -> None:
+        """End loading."""
+        self._stored.close()
+
+
+class ExpandedCheckpoint(_Changed):
+    """A GGUF file whose blocks load as plain numbers of one dtype: more memory, and products by plain torch."""
+
+    def __init__(self, packed: Checkpoint, dtype: torch.dtype) -> None:
+        """`dtype`: what blocks become. What the file has as plain numbers stays as it is."""
+        super().__init__(packed, None)
+        self._dtype = dtype
+
+    def tensor_info(self, name: str) -> TensorInfo:
+        """Shape, type and size as loaded."""
+        info = self._stored.tensor_info(name)
+        if not info.is_packed:
+            return info
+        return TensorInfo(name, info.shape, self._dtype, None, math.prod(info.shape) * self._dtype.itemsize)
+
+    def load(self, name: str) -> Weight:
+        """The tensor, expanded."""
+        weight = self._stored.load(name)
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self._dtype)
+
+
+class Fp8Checkpoint(_Changed):
     """A plain checkpoint whose linear weights load as E4M3 with a scale for each output.
 
     Activations are rounded to E4M3 with a scale for each token. Embeddings, norms, routers and the like stay as they
@@ -43,19 +96,12 @@ class Fp8Checkpoint(Checkpoint):
     """
 
     def __init__(self, plain: Checkpoint) -> None:
-        self._plain = plain
-        self.path, self.name, self.format = plain.path, plain.name, plain.format
-        self.weight_files = plain.weight_files
-        self.config, self.generation_config = plain.config, plain.generation_config
-        self.gguf_metadata, self.quantization = plain.gguf_metadata, AT_LOAD
-
-    def tensor_names(self) -> set[str]:
-        """All tensors of the plain checkpoint."""
-        return self._plain.tensor_names()
+        """Takes over `plain`."""
+        super().__init__(plain, AT_LOAD)
 
     def tensor_info(self, name: str) -> TensorInfo:
         """Shape, type and size as loaded."""
-        info = self._plain.tensor_info(name)
+        info = self._stored.tensor_info(name)
         if not self._is_rounded(info):
             return info
         rows, columns = info.shape
@@ -63,19 +109,11 @@ class Fp8Checkpoint(Checkpoint):
 
     def load(self, name: str) -> Weight:
         """The tensor; a linear weight as codes and scales."""
-        weight = self._plain.load(name)
-        if not self._is_rounded(self._plain.tensor_info(name)):
+        weight = self._stored.load(name)
+        if not self._is_rounded(self._stored.tensor_info(name)):
             return weight
         assert isinstance(weight, torch.Tensor)
         return to_fp8(weight)
-
-    def release_pages(self) -> None:
-        """Let the operating system take back the memory of everything mapped so far."""
-        self._plain.release_pages()
-
-    def close(self) -> None:
-        """End loading."""
-        self._plain.close()
 
     @staticmethod
     def _is_rounded(info: TensorInfo) -> bool:

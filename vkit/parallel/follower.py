@@ -25,11 +25,11 @@ from vkit.config import EngineArgs, EngineConfig
 from vkit.distributed import Ranks
 from vkit.distributed.groups import RankLost, open_group
 from vkit.errors import ExitStatus, ModelLoadError, VkitError
-from vkit.loading import ResidentModel, open_share
 from vkit.parallel.channel import BEAT_S, SILENCE_S, Channel, call
 from vkit.parallel.launch import LOCALHOST, Launch, Meeting, find_meeting, join_store, torchrun_store
 from vkit.parallel.messages import Close, Failed, Ready, Sleep, Start, Step, ToFollower, WakeUp
 from vkit.parallel.wire import PlanReader
+from vkit.resident import ResidentModel, open_share
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
