@@ -182,9 +182,11 @@ class CheckedModel:
         """An engine with the weights in memory.
 
         Raises:
+            UsageError: a variable asks for kernels that this machine cannot run.
             ModelLoadError: the weights cannot be read.
         """
         config, checkpoint, tokenizer = self.config, self.checkpoint, self.tokenizer
+        check_kernels(config.device)  # here, since it may compile them: what is refused sooner needs none
         configure_kernels(config)
         groups = group_layers(list(self.cache_specs))
         vocab_size = HFConfig(checkpoint.config).integer("vocab_size", default=tokenizer.vocab_size)
@@ -317,7 +319,6 @@ def check_model(args: EngineArgs, *, compiles_template: bool = True) -> CheckedM
 
         raise SystemExit(follow_torchrun(args, launch))
     device = find_device(args.device)
-    check_kernels(device.kind)
     check_num_devices(args, device, launch)
     machine = device_facts(device)
     checkpoint = open_files(args, lambda found: resolve_dtype(args.dtype, checkpoint_dtype(found), machine))
