@@ -164,7 +164,8 @@ class SpeculativeSettings:
         return SuffixSettings(
             max_tree_depth=default.max_tree_depth if depth is None else depth,
             max_cached_requests=default.max_cached_requests if count is None else count,
-            max_spec_factor=default.max_spec_factor if factor is None else factor,
+            # Above what a tree holds it limits nothing, and its products would no longer be whole numbers.
+            max_spec_factor=default.max_spec_factor if factor is None else min(factor, MAX_TREE_DEPTH),
             min_token_prob=default.min_token_prob if prob is None else prob,
         )
 

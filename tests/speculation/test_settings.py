@@ -40,6 +40,8 @@ def test_accepted(given: dict[str, Any], method: str, lookup: tuple[int, int]) -
             {"suffix_decoding_max_cached_requests": 0, "suffix_decoding_min_token_prob": 0.5},
             SuffixSettings(max_cached_requests=0, min_token_prob=0.5),
         ),
+        ({"suffix_decoding_max_spec_factor": float("inf")}, SuffixSettings(max_spec_factor=256)),
+        ({"suffix_decoding_max_spec_factor": 1e308}, SuffixSettings(max_spec_factor=256)),
     ],
 )
 def test_suffix_accepted(given: dict[str, Any], expected: SuffixSettings) -> None:
