@@ -302,7 +302,10 @@ class EngineFlags:
         _engine_option("--structured-outputs-backend", help="What follows constraints; auto is llguidance."),
     ] = "auto"
     deterministic: Annotated[
-        bool, _engine_option("--deterministic", help="Results never depend on what else is in the batch.")
+        bool,
+        _engine_option(
+            "--deterministic", help="Sum in one order whatever else is in the batch and however a prompt is cut."
+        ),
     ] = False
     tensor_parallel_size: Annotated[
         int,

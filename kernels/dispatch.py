@@ -79,8 +79,8 @@ class Backend:
     """Packed rows (..., row_bytes) and their type, laid out as its kernels want them, under the type's own name."""
     pack_scaled: Callable[[ScaledMatrix], ScaledMatrix] | None = None
     """Codes with scales, laid out as its kernels want them."""
-    configure: Callable[[int, bool], None] | None = None
-    """Takes the number of threads, and whether activations must stay in floating point."""
+    configure: Callable[[int, bool, bool], None] | None = None
+    """Takes the number of threads, whether activations must stay in floating point, and whether sums are `deterministic`."""
     report: Callable[[], Mapping[str, str | int | float]] | None = None
     """Measures the machine: level, threads and bytes_per_s for the CPU. Takes up to a second."""
 
@@ -293,11 +293,12 @@ def reference_ops() -> Mapping[str, Op]:
     return ops
 
 
-def configure(device_type: str, *, num_threads: int, is_exact: bool) -> None:
-    """Tell the device's backends how many threads to use and whether activations must stay in floating point."""
+def configure(device_type: str, *, num_threads: int, is_exact: bool, is_deterministic: bool = False) -> None:
+    """Tell the device's backends how many threads to use, whether activations must stay in floating point, and whether
+    a sequence's sums must not depend on where its prompt is cut."""
     for backend in usable_backends(device_type):
         if backend.configure is not None:
-            backend.configure(num_threads, is_exact)
+            backend.configure(num_threads, is_exact, is_deterministic)
 
 
 def _report_once(device_type: str, line: str) -> None:

@@ -186,9 +186,23 @@ class ResidentModel:
 
 
 def configure_kernels(config: EngineConfig) -> None:
-    """Give torch and the kernels of the device their threads and precision."""
+    """Give torch and the kernels of the device their threads and precision.
+
+    Raises:
+        UsageError: results that do not depend on the batch were asked for, and there are no kernels that give them.
+    """
+    if config.deterministic and not kernels.usable_backends("cpu"):
+        raise UsageError(
+            "--deterministic: plain torch sums in another order for another batch",
+            remedy="vkit doctor says what is missing",
+        )
     torch.set_num_threads(config.threads)
-    kernels.configure(config.device, num_threads=config.threads, is_exact=config.cpu_precision == "exact")
+    kernels.configure(
+        config.device,
+        num_threads=config.threads,
+        is_exact=config.cpu_precision == "exact",
+        is_deterministic=config.deterministic,
+    )
 
 
 def open_share(config: EngineConfig, ranks: Ranks) -> ResidentModel:

@@ -69,7 +69,8 @@ struct Attention {
 
 // p: q, k cache, v cache, out, block table, rows, lengths, cu_seqlens, sinks float32 or null. n: H, K, D, Dv, dtype, q
 // stride, q head stride, out stride, cache dtype, block size, then block, token and head stride of the k cache and of the
-// v cache, table stride, window or 0, whether the cache is tiled. f: scale, cap or 0. Rows are sequences.
+// v cache, table stride, window or 0, whether the cache is tiled, whether no sequence is split. f: scale, cap or 0. Rows
+// are sequences.
 Attention open_attention(const VkOp* op, const VkStep* step) {
     Attention a;
     a.op = op;
@@ -110,7 +111,8 @@ VK_INLINE Cut cut_of(const Attention& a, int64_t b) {
     c.first_key = a.window && first_position - a.window + 1 > 0 ? first_position - a.window + 1 : 0;
     c.tiles = (c.queries * a.group + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t keys = c.length - c.first_key;
-    c.parts = c.tiles == 1 && c.queries < 8 ? (keys + SPLIT_KEYS - 1) / SPLIT_KEYS : 1;
+    const bool splits = c.tiles == 1 && c.queries < 8 && !a.op->n[19];
+    c.parts = splits ? (keys + SPLIT_KEYS - 1) / SPLIT_KEYS : 1;
     return c;
 }
 VK_INLINE int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }

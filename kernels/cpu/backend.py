@@ -48,9 +48,9 @@ def _backend() -> dispatch.Backend:
     def wrap_step(step: StepFunction) -> StepFunction:
         return StepRunner(library, step)
 
-    def configure(num_threads: int, is_exact: bool) -> None:
+    def configure(num_threads: int, is_exact: bool, is_deterministic: bool) -> None:
         library.set_num_threads(num_threads)
-        operations.is_exact = is_exact
+        operations.is_exact, operations.is_deterministic = is_exact, is_deterministic
 
     def report() -> dict[str, str | int | float]:
         return {"level": library.level, "threads": library.num_threads, "bytes_per_s": read_rate(library)}

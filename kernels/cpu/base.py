@@ -59,13 +59,17 @@ def region(x: Tensor, stride: int | None = None) -> Region:
 
 
 class OpsBase:
-    """The library, its packed weights and the tape. `is_exact` keeps activations in floating point."""
+    """The library, its packed weights and the tape.
+
+    `is_exact` keeps activations in floating point; `is_deterministic` sums in one order however a prompt is cut.
+    """
 
     def __init__(self, library: Library, reference: dict[str, Callable[..., Any]]) -> None:
         self.library = library
         self.weights = WeightCache(library)
         self.scaled_weights = ScaledWeights(library)
         self.is_exact = False
+        self.is_deterministic = False
         self._eager = Eager(library)
         self._reference = reference
         self._constants: dict[int, tuple[object, Tensor]] = {}

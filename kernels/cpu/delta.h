@@ -260,7 +260,7 @@ void delta_head(const Delta& x, uint8_t* scratch, const SequenceRun& run, int64_
     };
     each([&](int64_t column) { load_strip(s, state, state_dtype, x.width, column, run.is_fresh); });
     int64_t t = run.begin;
-    for (; t + CHUNK_TOKENS <= run.end; t += CHUNK_TOKENS) {
+    for (; !op->n[16] && t + CHUNK_TOKENS <= run.end; t += CHUNK_TOKENS) {
         prepare_chunk(x, chunk, t);
         each([&](int64_t column) { chunk_strip(x, chunk, s.state, t, column); });
     }
@@ -271,7 +271,8 @@ void delta_head(const Delta& x, uint8_t* scratch, const SequenceRun& run, int64_
 }
 
 // p: q, k, v, decay float32, write, state, out, cu_seqlens, blocks, is_fresh. n: Hk, D, H, Dv, dtype, strides of q, k, v,
-// decay, write and out, state dtype, values from one state to the next, one decay per channel, tiled heads, write dtype.
+// decay, write and out, state dtype, values from one state to the next, one decay per channel, tiled heads, write dtype,
+// whether tokens are never taken by chunks.
 // Source: Yang et al. 2024, Gated Delta Networks, eq. 10.
 void op_delta(const VkOp* op, const VkStep* step, VkCtx* ctx) {
     const int64_t heads = op->n[2], width = op->n[3], strips = (width + STRIP - 1) / STRIP, all = vk_rows(op, step) * heads;

@@ -469,7 +469,7 @@ class Operations(RecurrentOps, ExpertOps):
         numbers = (
             *(num_heads, cache.num_heads, q.shape[2], width, DTYPE_IDS[q.dtype], q.stride(0), q.stride(1)),
             *(num_heads * width, CACHE_IDS[k_cache.dtype], cache.block_size, *cache.k_strides, *cache.v_strides),
-            *(batch.block_table.stride(0), window or 0, int(cache.is_tiled)),
+            *(batch.block_table.stride(0), window or 0, int(cache.is_tiled), int(self.is_deterministic)),
         )
         pointers: Pointers = (
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), batch.block_table.data_ptr()),

@@ -74,7 +74,7 @@ class RecurrentOps(OpsBase):
         numbers = (
             *(q.shape[1], q.shape[2], v.shape[1], v.shape[2], DTYPE_IDS[v.dtype], q.stride(0), k.stride(0)),
             *(v.stride(0), decay.stride(0), write.stride(0), v.shape[1] * v.shape[2], DTYPE_IDS[state.dtype]),
-            *(state.stride(0), int(decay.ndim == 3), int(is_tiled), DTYPE_IDS[write.dtype]),
+            *(state.stride(0), int(decay.ndim == 3), int(is_tiled), DTYPE_IDS[write.dtype], int(self.is_deterministic)),
         )
         pointers: Pointers = (
             *(x.data_ptr() for x in (q, k, v, decay, write, state, out)),
