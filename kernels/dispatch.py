@@ -80,7 +80,7 @@ class Backend:
     pack_scaled: Callable[[ScaledMatrix], ScaledMatrix] | None = None
     """Codes with scales, laid out as its kernels want them."""
     configure: Callable[[int, bool, bool], None] | None = None
-    """Takes the number of threads, whether activations must stay in floating point, and whether sums are `deterministic`."""
+    """Takes the number of threads, whether activations stay in floating point, and whether cuts may change no bit."""
     report: Callable[[], Mapping[str, str | int | float]] | None = None
     """Measures the machine: level, threads and bytes_per_s for the CPU. Takes up to a second."""
 

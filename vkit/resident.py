@@ -15,7 +15,7 @@ from vkit.config import EngineConfig
 from vkit.description import offload_plan_of, open_files
 from vkit.device import return_device_memory
 from vkit.distributed import ALONE, Ranks
-from vkit.errors import InvalidRequest
+from vkit.errors import InvalidRequest, UsageError
 from vkit.graphs import recorder_for
 from vkit.layers import AdapterSwitch
 from vkit.layers.streaming import FileReader
