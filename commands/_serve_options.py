@@ -586,5 +586,5 @@ def json_strings(flag: str, text: str | None) -> tuple[str, ...]:
 def _json(flag: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag}: not JSON: {error}") from None

@@ -24,12 +24,24 @@ def start() -> int:
         from vkit.cli import main
     try:
         signal.signal(signal.SIGINT, with_traceback)
-        return main()
+        status = main()
+        _leave_lost_ranks(status)
+        return status
     except KeyboardInterrupt:  # before main could look out for it, or after
         _leave(signal.SIGINT, None)
         return INTERRUPTED
     finally:
         gc.freeze()  # the interpreter's last search for cycles would take longer than all its other goodbyes
+
+
+def _leave_lost_ranks(status: int) -> None:
+    """End at once if a rank was lost: threads of the process group may still wait for it, inside C++ that the
+    interpreter's goodbyes would abort."""
+    team = sys.modules.get("vkit.parallel.team")
+    if team is not None and team.lost.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

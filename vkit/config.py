@@ -672,7 +672,7 @@ def _json_object(name: str, value: object) -> dict[str, Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{flag_of(name)}: not JSON: {error}") from None
     if value is None:
         return None

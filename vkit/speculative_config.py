@@ -194,7 +194,7 @@ def parse_speculative_config(value: SpeculativeSettings | Mapping[str, Any] | st
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{FLAG}: not a JSON object: {error}") from None
     if not isinstance(value, Mapping):
         raise UsageError(f"{FLAG}: expected a JSON object, got {value!r}")

@@ -113,7 +113,7 @@ def _object(value: object) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{FLAG}: not JSON: {error}") from None
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise UsageError(f"{FLAG}: expected a JSON object, got {value!r}")

@@ -115,3 +115,8 @@ def test_refused_by_name(given: Any, expected: str) -> None:
 def test_settings_are_checked_however_they_come() -> None:
     with pytest.raises(UsageError, match="num_speculative_tokens"):
         SpeculativeSettings(method="ngram")
+
+
+def test_json_that_is_nested_too_deeply() -> None:
+    with pytest.raises(UsageError, match="--speculative-config: not a JSON object"):
+        parse_speculative_config("[" * 100_000)

@@ -49,6 +49,10 @@ END_S = 10.0
 _POLL_S = 0.2
 
 
+lost = threading.Event()
+"""Set when any team of this process has lost a rank."""
+
+
 class Team:
     """The ranks beside this one."""
 
@@ -276,9 +280,10 @@ class Team:
             if self._failure is not None or self._is_closing:
                 return
             self._failure = EngineDeadError(reason)
+            lost.set()
             self._news.notify_all()
             on_failure = self._on_failure
-        logger.error("%s; the other ranks are ended", reason)
+        logger.debug("%s; the other ranks are ended", reason)
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
