@@ -116,6 +116,12 @@ TOKENIZER_CACHE: Variable[bool] = Variable(
     True,
     "0 keeps no tables of a GGUF file's vocabulary in the cache folder, and reads none: every start builds them.",
 )
+CPU_LEVEL: Variable[str | None] = Variable(
+    "VKIT_CPU_LEVEL",
+    str,
+    None,
+    "A lower level of the CPU kernels than the best this processor has: scalar, avx2, avx512vnni or amx.",
+)
 
 NIM_SERVED_MODEL_NAME: Variable[tuple[str, ...]] = Variable(
     "NIM_SERVED_MODEL_NAME",
@@ -141,6 +147,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     PLUGINS,
     TRACEBACK,
     TOKENIZER_CACHE,
+    CPU_LEVEL,
     NIM_SERVED_MODEL_NAME,
     LMCACHE_HOST,
     LMCACHE_PORT,
