@@ -140,6 +140,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     terminal.type(f"/nonsense\n/save {saved}\n")
     terminal.wait_for("not understood")
     terminal.wait_for("saved to")
+    terminal.wait_for("> ")  # only an editor that waits for keys takes Ctrl-D as the end
     terminal.type("\x04")
     assert terminal.process.wait(timeout=120) == 0
     user, assistant = json.loads(saved.read_text())
