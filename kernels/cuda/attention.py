@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,8 @@ from vkit.kernels.cuda import library
 from vkit.kernels.cuda.library import TYPES, Decode, is_aligned, pointer
 from vkit.kernels.paged import PagedBatch
 from vkit.kernels.triton import paged
+from vkit.kernels.triton.fallback import say_once
 from vkit.kernels.triton.paged import CHUNK, Cut, Shared
-
-logger = logging.getLogger("vkit.kernels")
 
 COLUMN_ROWS = 8
 """Query rows of one column of tiles."""
@@ -24,7 +21,6 @@ NUM_COUNTERS = 1 << 16
 """At first; a step that needs more gets more."""
 
 _counters: dict[torch.device, list[Tensor]] = {}
-_reported: set[str] = set()
 
 
 def paged_attention(
@@ -58,9 +54,7 @@ def _fits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
         reason = "rows whose elements do not follow each other"
     else:
         return True
-    if reason not in _reported:
-        _reported.add(reason)
-        logger.warning("attention: no cuda kernel for %s; triton runs it", reason)
+    say_once("attention", f"no cuda kernel for {reason}; triton runs it")
     return False
 
 

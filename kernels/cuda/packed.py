@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
@@ -11,16 +9,13 @@ from vkit.kernels.block_formats import PLANE_SUFFIX, format_of
 from vkit.kernels.cuda import library
 from vkit.kernels.cuda.library import TYPES, Packed, is_aligned, pointer
 from vkit.kernels.dispatch import next_best
-
-logger = logging.getLogger("vkit.kernels")
+from vkit.kernels.triton.fallback import say_once
 
 MAX_TOKENS = 8
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 """In the order of VkFormat in formats.cuh."""
 ALIGNMENT = {"Q4_1": 4, "Q5_1": 4, "Q4_K": 8, "Q5_K": 8, "IQ4_XS": 4, "MXFP4": 1}
 """Bytes that blocks begin at a multiple of; 2 for the others. Rows in planes: 16."""
-
-_reported: set[str] = set()
 
 
 def quantized_linear(x: Tensor, data: Tensor, qtype: str, bias: Tensor | None = None) -> Tensor:
@@ -56,7 +51,5 @@ def _fits(data: Tensor, qtype: str) -> bool:
         reason = f"rows of {qtype} that do not begin at multiples of {alignment} bytes"
     else:
         return True
-    if reason not in _reported:
-        _reported.add(reason)
-        logger.warning("quantized_linear: no cuda kernel for %s; the next backend runs it", reason)
+    say_once("quantized_linear", f"no cuda kernel for {reason}; the next backend runs it")
     return False

@@ -12,6 +12,7 @@ import torch
 from vkit.kernels.cases import Shape, Source, attention_arguments
 from vkit.kernels.paged import PagedBatch
 from vkit.kernels.reference import OPS as REFERENCE
+from vkit.kernels.triton import fallback
 from vkit.kernels.triton import paged as triton_paged
 
 SPLIT = Shape(((1, 60), (3, 33), (1, 16)), 6, 2, 24, 24, 4)
@@ -125,7 +126,7 @@ def test_what_cannot_be_loaded_wide_is_left_to_triton(
 ) -> None:
     from vkit.kernels.cuda import attention
 
-    attention._reported.clear()
+    fallback.forget()
     given = arguments(shape)
     with caplog.at_level(logging.WARNING, logger="vkit.kernels"):
         attention.paged_attention(*given)

@@ -13,6 +13,7 @@ from vkit.kernels.cuda import packed
 from vkit.kernels.cuda.packed import FORMATS, quantized_linear
 from vkit.kernels.reference import OPS as REFERENCE
 from vkit.kernels.reference.dequantize import dequantize
+from vkit.kernels.triton import fallback
 
 PARTS = {
     "Q4_0": ((2, 16), (0, 2)),
@@ -93,7 +94,7 @@ def test_more_rows_and_other_formats_are_left_to_the_next_backend(
         return REFERENCE[op]
 
     monkeypatch.setattr(packed, "next_best", next_best)
-    packed._reported.clear()
+    fallback.forget()
     x = torch.randn(tokens, 256)
     data = torch.zeros(3, BLOCK_FORMATS[qtype].row_bytes(256), dtype=torch.uint8)
     with caplog.at_level(logging.WARNING, logger="vkit.kernels"):
@@ -108,7 +109,7 @@ def test_rows_at_odd_addresses_are_left_to_the_next_backend(caplog: pytest.LogCa
     x, data = given("Q4_K")
     wide = torch.zeros(data.shape[0], data.shape[1] + 1, dtype=torch.uint8)
     wide[:, 1:] = data
-    packed._reported.clear()
+    fallback.forget()
     with caplog.at_level(logging.WARNING, logger="vkit.kernels"):
         found = quantized_linear(x, wide[:, 1:], "Q4_K")
     assert torch.equal(found, REFERENCE["quantized_linear"](x, data, "Q4_K", None))
