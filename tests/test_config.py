@@ -195,8 +195,12 @@ class TestPoolTooSmall:
 
     def test_weights_that_do_not_fit(self) -> None:
         facts = model_facts(num_weight_bytes=9 * GIB)
-        with pytest.raises(OutOfMemoryPreflight, match=r"weights 9.00 GiB .*8.00 GiB of 8.00 GiB"):
+        with pytest.raises(OutOfMemoryPreflight, match=r"weights 9.00 GiB .*8.00 GiB of 8.00 GiB") as caught:
             EngineArgs(model="m").resolve(facts, device_facts())
+        assert "leave weights in the file with --offload-config" in str(caught.value.remedy)
+        with pytest.raises(OutOfMemoryPreflight) as caught:
+            EngineArgs(model="m").resolve(facts, device_facts(kind="cuda"))
+        assert "--offload-config" not in str(caught.value.remedy), "only a CPU leaves weights in the file"
 
     def test_explicit_pool_beyond_memory_names_the_length_that_fits(self) -> None:
         facts = model_facts(max_model_len=10_000_000, num_weight_bytes=0)

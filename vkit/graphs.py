@@ -71,7 +71,7 @@ class CudaRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
-            except BaseException:
+            except BaseException:  # an interrupt included: a stream left capturing takes no other work
                 with suppress(RuntimeError):  # ending what has failed fails too; what failed first is what to tell
                     graph.capture_end()
                 raise

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from vkit.errors import OutOfMemoryPreflight, UsageError
 from vkit.facts import DeviceFacts, ModelFacts
+from vkit.weight_offload import FLAG as OFFLOAD_FLAG
 
 DEFAULT_NUM_BLOCKS = 256
 DEFAULT_MEMORY_UTILIZATION = 0.92
@@ -199,10 +200,11 @@ class _Sizing:
         blame = self.blamed(share)
         left = self.bytes_under(share) if share < 1.0 else self.device.available_bytes - self.used_bytes
         fits = self.longest_in(max(0, left) // per_block) if per_block else 0
+        leave = f"leave weights in the file with {OFFLOAD_FLAG}, " if self.device.kind == "cpu" else ""
         remedy = (
             f"--max-model-len {fits} would fit, with --num-blocks {self.blocks_for(fits)}"
             if fits >= 2
-            else "free memory, or use a smaller or more strongly quantised model"
+            else f"free memory, {leave}or use a smaller or more strongly quantised model"
         )
         cause = ""
         if blame is not None:

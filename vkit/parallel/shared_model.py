@@ -64,7 +64,7 @@ class SharedModel:
         assert sampled is None, "the others are told tokens, which must be known"
         try:
             return _SharedStep(self._own.prepare(plan), self._writer.write(plan))
-        except Exception as error:
+        except Exception as error:  # whatever it was, the others wait for a step that will not come
             raise self._team.blame(error) from error
 
     def execute(self, step: _SharedStep) -> Tensor:
@@ -76,7 +76,7 @@ class SharedModel:
         self._team.send(Step(step.sent))
         try:
             return self._own.execute(step.own)
-        except Exception as error:
+        except Exception as error:  # torch tells a lost rank by several types
             raise self._team.blame(error) from error
 
     def sleep(self, level: int) -> None:

@@ -82,7 +82,7 @@ class Team:
             self._watcher.start()
             self.send(Start(config))
             self._group = self._open_group(config, launch)
-        except BaseException:
+        except BaseException:  # an interrupt included: the others must not outlive this
             self.kill()
             raise
 
