@@ -94,6 +94,7 @@ def test_unknown_keyword_is_a_type_error() -> None:
         ({"cudagraph_capture_sizes": "1,2", "enforce_eager": True}, "--cudagraph-capture-sizes"),
         ({"cudagraph_capture_sizes": [200], "max_num_seqs": 100}, "--cudagraph-capture-sizes"),
         ({"cudagraph_capture_sizes": [2], "tensor_parallel_size": 2}, "--cudagraph-capture-sizes"),
+        ({"deterministic": True, "tensor_parallel_size": 3}, "--deterministic"),
         (
             {"cudagraph_capture_sizes": [2], "speculative_config": {"model": "d", "num_speculative_tokens": 2}},
             "--cudagraph-capture-sizes",

@@ -274,6 +274,8 @@ class EngineArgs:
         speculation = self.speculation
         refused = {
             "--cudagraph-capture-sizes": bool(self.capture_sizes),
+            # Two numbers add up alike in any order; three and more in an order that goes with the size of the step.
+            "--deterministic": self.deterministic and self.tensor_parallel_size > 2,
             "--enable-lora": self.enable_lora,
             "--kv-transfer-config": self.kv_transfer_config is not None,
             "--offload-config": self.offload_config is not None,
